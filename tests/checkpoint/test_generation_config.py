@@ -4,9 +4,10 @@ import json
 
 import pytest
 from gguf_files import gguf_of, tiny_model
+from transformers import GenerationConfig
 
 from chairlift import LLM, SamplingParams
-from chairlift.checkpoint.generation_config import recommended_sampling
+from chairlift.checkpoint.generation_config import recommended_sampling, unused_settings
 from chairlift.checkpoint.gguf import convert
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
@@ -31,6 +32,15 @@ def test_other_settings_that_would_change_answers_are_reported(tmp_path, caplog)
     write(tmp_path, json.dumps({"guidance_scale": None, "min_new_tokens": None, "transformers_version": "5.0.0", "pad_token_id": 3}))
     assert recommended_sampling(tmp_path) == {}
     assert caplog.text == ""
+
+
+def test_settings_that_are_not_known_are_reported(tmp_path):
+    usual = GenerationConfig(bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0, max_new_tokens=9)
+    write(tmp_path, usual.to_json_string(use_diff=False))
+    assert unused_settings(tmp_path) == []
+    others = {"presence_penalty": 1.5, "forced_eos_token_id": 2, "token_healing": True, "top_n_sigma": 1.0, "dry_multiplier": 0.0}
+    write(tmp_path, json.dumps(json.loads(usual.to_json_string()) | others))
+    assert unused_settings(tmp_path) == ["presence_penalty", "forced_eos_token_id", "token_healing", "top_n_sigma"]
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"eos_token_id": 2}'])

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import transformers
+from quantised_checkpoints import EXPANDED, FORMATS
 from tiny_models import LATENT, SHAPE
 
-from chairlift.architectures import ARCHITECTURES, ENCODERS
+from chairlift.architectures import ARCHITECTURES, ENCODERS, WRAPPED
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.encoder import EncoderConfig
@@ -26,6 +27,65 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """What the defaults of transformers lack to be a model."""
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96}
 LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 4}
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"head_dim": 16, "vocab_size": 100, "hidden_activation": "silu", "layer_types": ["sliding_attention", "full_attention"]}
+QUANTIZED = FORMATS | EXPANDED
+GPTQ = {"damp_percent": 0.05, "damp_auto_increment": 0.0025, "static_groups": False, "true_sequential": True, "lm_head": False}
+GPTQ |= {
+    "meta": {"quantizer": ["gptqmodel:2.0.0"], "mse": 0.0},
+    "pack_dtype": "int32",
+    "model_file_base_name": "model",
+    "use_exllama": True,
+}
+GPTQ |= {"model_name_or_path": "a/b", "tokenizer": None, "dataset": "c4", "batch_size": 1, "cache_block_outputs": True, "dynamic": None}
+GPTQ |= {"modules_in_block_to_quantize": ["q_proj"], "exllama_config": {"version": 1}, "block_name_to_quantize": "model.layers"}
+ROUND = {
+    "amp": True,
+    "autoround_version": "0.5",
+    "dataset": "pile",
+    "enable_quanted_input": True,
+    "iters": 200,
+    "lr": 0.005,
+    "minmax_lr": 0.005,
+}
+ROUND |= {"low_gpu_mem_usage": True, "nsamples": 512, "seqlen": 2048, "scale_dtype": "torch.float16", "train_bs": 8, "act_dynamic": True}
+ROUND |= {"gradient_accumulate_steps": 1, "act_data_type": "int", "act_bits": 16, "to_quant_block_names": "model.layers", "sampler": "rand"}
+BITSANDBYTES = {
+    "llm_int8_threshold": 6.0,
+    "llm_int8_skip_modules": ["lm_head"],
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "load_in_8bit": False,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gptq": GPTQ,
+    "awq": {
+        "modules_to_not_convert": ["lm_head"],
+        "do_fuse": True,
+        "fuse_max_seq_len": 512,
+        "modules_to_fuse": {"mlp": []},
+        "backend": "auto",
+    },
+    "auto-round": ROUND,
+    "intel/auto-round": ROUND,
+    "fp8": {"fmt": "e4m3", "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"], "kv_cache_scheme": None, "ignored_layers": ["a"]},
+    "modelopt": {
+        "producer": {"name": "modelopt"},
+        "exclude_modules": ["lm_head"],
+        "kv_cache_quant_algo": "FP8",
+        "config_groups": {"group_0": {}},
+    },
+    "bitsandbytes": BITSANDBYTES | {"bnb_4bit_quant_storage": "uint8"},
+    "compressed-tensors": {
+        "global_compression_ratio": 1.5,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.12",
+        "kv_cache_scheme": None,
+    },
+    "mlx": {"model.embed_tokens": {"group_size": 64, "bits": 8}, "lm_head.linear": False},
+}
+"""Settings that published checkpoints have, by method."""
 
 
 def usual(name: str, **changes: object) -> dict[str, Any]:
@@ -105,6 +165,56 @@ def test_entries_of_rotary_parameters_are_reported(caplog: pytest.LogCaptureFixt
     assert ModelConfig.parse(usual("Gemma3ForCausalLM") | {"rope_parameters": by_kind}).unread == ("rope_parameters.wave",)
     report_entries(Path("model"), config)
     assert caplog.messages == ["model/config.json has entries that are not known here and not used: rope_scaling.alpha"]
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in WRAPPED))
+def test_entries_beside_a_model_of_text_are_known(name: str) -> None:
+    raw = usual(name) | {"text_config": LLAMA | {"model_type": next(kind for wrapper, kind in WRAPPED if wrapper == name)}}
+    raw["text_config"] |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    known = WRAPPED[name, raw["text_config"]["model_type"]]
+    if known.mixture or known.recurrence or known.global_head_dim:
+        raw["text_config"] = usual(name)["text_config"]
+    assert ModelConfig.parse(raw).unread == ()
+    raw |= {"depth_of_thought": 3, "vocab_size": 50, "rope_theta": 5.0, "max_position_embeddings": None}
+    raw["text_config"] |= {"rope_theta": 6.0}
+    assert set(ModelConfig.parse(raw).unread) == {f"{name} beside text_config" for name in ("depth_of_thought", "vocab_size", "rope_theta")}
+    with pytest.raises(NoNativeModel, match=r"^thought_multiplier 0\.5 has no code of ours"):
+        ModelConfig.parse(raw | {"thought_multiplier": 0.5})
+
+
+def test_transformers_code_reads_the_same_entries_beside_a_model_of_text(tmp_path: Path) -> None:
+    raw = usual("Gemma3ForConditionalGeneration")
+    raw["text_config"] |= SMALL
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"vocab_size": 5, "depth_of_thought": 3}))
+    shape = load_shape(tmp_path)
+    assert shape.not_ours == "hidden_activation 'silu' has no code of ours (there is for gelu_pytorch_tanh)"
+    assert set(shape.unread) == {"vocab_size beside text_config", "depth_of_thought beside text_config"}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"logit_multiplier": 0.5}))
+    with pytest.raises(UnsupportedModel, match=r"logit_multiplier 0\.5 has no code of ours, and transformers' code does not read it"):
+        load_shape(tmp_path)
+
+
+def test_mlx_names_the_quantization_beside_the_model_of_text() -> None:
+    raw = usual("Gemma3ForConditionalGeneration") | {"quantization": {"group_size": 64, "bits": 4}}
+    assert ModelConfig.parse(raw).quantization == "mlx integers"
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_unknown_settings_of_a_quantization_are_refused_or_reported(name: str) -> None:
+    config = QUANTIZED[name].config
+    method = str(config.get("quant_method", "mlx"))
+    assert ModelConfig.parse(LLAMA | {"quantization_config": config | PUBLISHED[method]}).unread == ()
+    found = ModelConfig.parse(LLAMA | {"quantization_config": config | {"thoughts": 3, "rotation": None}})
+    assert found.unread == ("quantization_config.thoughts",)
+    with pytest.raises(NoNativeModel, match=f"rotation 'hadamard' of a checkpoint quantised with {method} has no"):
+        ModelConfig.parse(LLAMA | {"quantization_config": config | {"rotation": "hadamard"}})
+
+
+def test_unknown_settings_of_a_group_of_layers_are_refused() -> None:
+    config = json.loads(json.dumps(QUANTIZED["packed"].config))
+    config["config_groups"]["group_0"]["weights"]["codebook"] = "e8"
+    with pytest.raises(NoNativeModel, match=r"quantised with compressed-tensors \(codebook\) has no code of ours"):
+        ModelConfig.parse(LLAMA | {"quantization_config": config})
 
 
 def test_another_score_of_experts_is_refused() -> None:

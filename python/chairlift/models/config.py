@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from chairlift.architectures import ALIASES, ARCHITECTURES, HEADLESS, QWEN3, WRAPPED, Architecture, Code, Norms, Projections, Windows
 from chairlift.errors import UnsupportedModel, pip_install_with_torch
 from chairlift.models.classifier import Classifier
-from chairlift.models.entries import check_entries
+from chairlift.models.entries import check_beside, check_entries
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
 from chairlift.models.fields import (
     Entries,
@@ -238,9 +238,9 @@ class ModelConfig(ModelShape):
         Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
         """
         entries, family = _architecture(raw)
-        config = cls._parse(raw := Entries(entries), family)
-        unread = raw.unread() | unknown_rope(raw)
-        return replace(config, unread=check_entries(unread, experts=config.experts is not None))
+        config = cls._parse(text := Entries(entries), family)
+        unread = check_entries(text.unread() | unknown_rope(text), experts=config.experts is not None)
+        return replace(config, unread=unread + check_beside(raw, entries) + (config.scheme.unread if config.scheme else ()))
 
     @classmethod
     def _parse(cls, raw: dict[str, Any], family: Architecture) -> ModelConfig:
@@ -345,7 +345,7 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
         own = text if isinstance(text, dict) else raw  # the first configurations of Qwen2-VL have no text_config
         if known := WRAPPED.get((name, str(own.get("model_type")))):
-            shared = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+            shared = ("tie_word_embeddings", "quantization_config", "quantization", "dtype", "torch_dtype")
             return {**known.defaults, **own, **{key: raw[key] for key in shared if key in raw}}, known
         if known := ARCHITECTURES.get(name) or ALIASES.get(name):
             return raw, known

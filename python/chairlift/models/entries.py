@@ -60,6 +60,8 @@ _CHANGES = re.compile(
     r"|\w*per_layer\w*|block_configs|\w*layers?_(pattern|config\w*|freq\w*|types?)|norm_topk_prob|attention_sinks?\w*|\w*lm_head_bias|pruned_heads"
 )
 """Entries that change answers, unless their value is neutral."""
+_IMAGES = re.compile(r"\w*(image|tile|tiling|pixel|patch|thumbnail)\w*|(scale|downsample)_\w+|ignore_index|use_reentrant\w*|text_config")
+"""Entries beside the configuration of a model of text, about the images that it can be given."""
 _EXPERTS = re.compile(r"\w*(expert|topk|top_k|moe|routed)\w*|\w*_group")
 
 
@@ -74,6 +76,17 @@ def check_entries(unread: Mapping[str, Any], *, experts: bool, flags: bool = Tru
     if changes := next(grave, None):
         raise NoNativeModel(f"{changes} {found[changes]!r:.100} has no code of ours")
     return tuple(found)
+
+
+def check_beside(raw: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the entries of a config.json that differ from those of its model of text, or that this model lacks, and that are not known.
+
+    As in transformers, those of the model of text prevail. Raises NoNativeModel for one that would change answers and that it lacks.
+    """
+    beside = {name: value for name, value in raw.items() if value != text.get(name) and not _IMAGES.fullmatch(name)}
+    lacking = check_entries({name: value for name, value in beside.items() if name not in text}, experts=True)
+    differing = [name for name, value in beside.items() if name in text and value and not _is_known(name, value, experts=True)]
+    return tuple(f"{name} beside text_config" for name in (*lacking, *differing))
 
 
 def _is_known(name: str, value: Any, experts: bool) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import parse_table, read_json
+from chairlift.models.fields import Entries, parse_table, read_json
 
 SUPPORTED = (
     "compressed-tensors of 8-bit floats or of 4- or 8-bit integers, fp8, ModelOpt FP8, NVFP4, MLX, bitsandbytes and AutoRound of 4 bits, "
@@ -19,6 +20,26 @@ FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "qu
 NVFP4_GROUP = 16
 MIN_GROUP = 16
 """Fewest columns of a scale: the inner side of a GPU's products."""
+_DESCRIPTIVE = re.compile(
+    # Which layers are quantised, which is seen in their tensors. MLX names each of them.
+    r"\w*(modules|layers|targets|ignored?|block_name|block_list|model_part)\w*|.*\..*|include_input_output_embeddings"
+    # How the weights were made. Their tensors have the order of columns, and the zeros.
+    r"|\w*version|quantized_by|producer|quantization_status|global_compression_ratio|meta|model_\w+|tokenizer|dataset|damp_\w+|true_sequential|static_groups"
+    r"|desc_act|sym|act_group_aware|hyb_act|mse|iters|(minmax_)?lr|nsamples|seqlen|\w*batch_size|gradient_\w+|amp|train_bs|enable_\w+|not_use_best_mse|dynamic_max_gap"
+    r"|sampler|low_\w+|cache_block_outputs|pad_token_id|max_input_length|device|offload_\w+|parallel_packing|auto_gptq|quant_lm_head|scale_dtype|super_\w+"
+    # How other programs compute, or whether they do it without the checkpoint's numbers.
+    r"|run_compressed|dequantize|use_\w+|\w*exllama\w*|inject_\w+|do_fuse|fuse_max_seq_len|backend|method|pack_dtype|(bnb|llm_int8|_?load_in)_\w+"
+    # How activations and the cache are rounded, which is done here for some of the schemes, more finely.
+    r"|activation_scheme|act_\w+|(weight|act)_per_tensor|kv_cache_\w+|scale_fmt"
+    # What follows from other settings.
+    r"|format|config_groups|zero_point|bits|group_size|has_zero_point"
+)
+"""Settings that change nothing here, or that are read with others alone."""
+_CHANGES = re.compile(
+    r"\w*(rotat|hadamard|transform|permut|codebook|outlier|smooth|clip|spars|residual|adapter|lora|lut|norm|scale|zero|bits|dtype|type|format|pack|order"
+    r"|group|algo|layout|mode|axis|dynamic|expert)\w*"
+)
+"""Settings that change the weights that the tensors stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +50,7 @@ class QuantizationScheme:
     of a whole row if `group` is 0, and of `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the
     model is made for activations in e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all.
     Which layers are quantised is seen in their tensors. Weights of another `kind` (nvfp4, nf4, int8, integers) are not kept packed.
-    They are multiplied out when they are loaded, on a CPU alone.
+    They are multiplied out when they are loaded, on a CPU alone. `unread` are settings that nothing here knows.
     """
 
     method: str
@@ -39,6 +60,7 @@ class QuantizationScheme:
     zero_offset: int = 0
     per_token: bool = False
     kind: str = ""
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -68,7 +90,10 @@ def described_beside(directory: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def parse_quantization(found: Any) -> QuantizationScheme | None:
-    """Parses a `quantization_config`; returns None if it quantises no weights. Raises UnsupportedScheme."""
+    """Parses a `quantization_config`; returns None if it quantises no weights.
+
+    Raises UnsupportedScheme, also for a setting that would change the weights and that nothing here knows.
+    """
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
@@ -77,13 +102,21 @@ def parse_quantization(found: Any) -> QuantizationScheme | None:
     if method == "compressed-tensors" and not found.get("config_groups") and found.get("kv_cache_scheme"):
         return None
     try:
-        scheme = METHODS[str(method)](found)
+        scheme = METHODS[str(method)](settings := Entries(found))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f" ({error})" if type(error) is ValueError else ""
         raise UnsupportedScheme(f"a checkpoint quantised with {method}{why} has no code of ours (there is for {SUPPORTED})") from None
     if scheme.group and (scheme.group < MIN_GROUP or scheme.group & (scheme.group - 1)):
         raise UnsupportedScheme(f"quantised groups of {scheme.group} have no code of ours (there is for powers of two from {MIN_GROUP})")
-    return scheme
+    return replace(scheme, unread=_unknown(str(method), settings.unread()))
+
+
+def _unknown(method: str, unread: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns which settings that a method's parser did not read change nothing. Raises UnsupportedScheme for one that may."""
+    unknown = [name for name, value in unread.items() if value and name != "quant_method" and not _DESCRIPTIVE.fullmatch(name)]
+    if grave := next((name for name in unknown if _CHANGES.fullmatch(name)), None):
+        raise UnsupportedScheme(f"{grave} {unread[grave]!r:.100} of a checkpoint quantised with {method} has no code of ours")
+    return tuple(f"quantization_config.{name}" for name in unknown)
 
 
 def _compressed_tensors(found: dict[str, Any]) -> QuantizationScheme:
@@ -104,8 +137,18 @@ def _check_transforms(groups: dict[str, Any]) -> None:
         raise UnsupportedModel(f"config.json: transform_config rotates activations ({', '.join(online)}), and there is no code for that")
 
 
+_GROUP = {
+    *("weights", "targets", "format", "input_activations", "output_activations"),
+    *("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+}
+"""The settings of a group of layers, and of its weights: those that are read here, that tensors tell, or of how they were made."""
+
+
 def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
     weights = group["weights"]
+    if unknown := [name for part in (group, weights) for name, value in part.items() if value and name not in _GROUP]:
+        raise ValueError(unknown[0])
     kind, strategy = f"{weights['type']}{weights['num_bits']}", weights["strategy"]
     if kind == "float8" and layout in ("float-quantized", "naive-quantized") and strategy in ("tensor", "channel", "block"):
         rows, columns = weights["block_structure"] if strategy == "block" else (1, 0)

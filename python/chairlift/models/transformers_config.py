@@ -12,7 +12,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.errors import UnsupportedModel
-from chairlift.models.entries import check_entries
+from chairlift.models.entries import check_beside, check_entries
 from chairlift.models.fields import NoNativeModel, read_json
 from chairlift.models.quantization import described_beside
 from chairlift.models.shape import KvSpec, ModelShape
@@ -132,9 +132,11 @@ def _unread(raw: dict[str, Any], theirs: Any) -> tuple[str, ...]:
     text, nested = theirs.get_text_config(decoder=True), raw.get("text_config")
     own = nested if text is not theirs and isinstance(nested, dict) else raw
     known = {entry.name for entry in fields(text)} | text.attribute_map.keys()
+    whole = own if own is raw else {name: raw[name] for name in raw if name in {entry.name for entry in fields(theirs)}} | own
     try:
         # What a class makes of earlier names is not among its attributes. Flags often say what its code does anyway.
-        return check_entries({name: own[name] for name in own if name in vars(text) and name not in known}, experts=True, flags=False)
+        unread = {name: own[name] for name in own if name in vars(text) and name not in known}
+        return check_entries(unread, experts=True, flags=False) + check_beside(raw, whole)
     except NoNativeModel as error:
         raise UnsupportedModel(f"config.json: {error}, and transformers' code does not read it: remove it if it changes nothing") from None
 
