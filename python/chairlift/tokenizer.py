@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from chairlift.checkpoint.end_tokens import end_tokens
 from chairlift.checkpoint.plain_text import plain
 from chairlift.checkpoint.reranker import fill_template, pair_template
 from chairlift.checkpoint.tokenizer_files import listed_tokens, load_backend, read_json, token_with_role, tokenizer_config, tokenizer_file
+from chairlift.checkpoint.tokenizer_settings import CONFIG, unknown_settings
 from chairlift.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from chairlift.sampling import MAX_BAD_WORDS
 from chairlift.text_parts import TextParts
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
     from chairlift.chat_template import ChatTemplate
+
+log = logging.getLogger("chairlift")
 
 
 class Tokenizer:
@@ -44,6 +48,8 @@ class Tokenizer:
         if not file.is_file():
             raise ModelNotFound(f"{file.parent} has no {file.name}; name one with --tokenizer")
         self._config = tokenizer_config(file)
+        if unknown := unknown_settings(self._config):
+            log.warning("%s has entries that are not known here and not used: %s", file.parent / CONFIG, ", ".join(unknown))
         self._backend = load_backend(file, self._config)
         # Some files enable truncation or padding for training.
         self._backend.no_truncation()

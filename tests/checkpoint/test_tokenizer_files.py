@@ -302,6 +302,73 @@ def test_vocabularies_of_words_are_those_of_transformers(tmp_path: Path, cased: 
     assert tokenizer.encode_pair("hello", "two")[0] == expected.encode("hello", "two")
 
 
+SETTINGS = ({}, {"do_lower_case": True}, {"do_lower_case": False}, {"strip_accents": False}, {"tokenize_chinese_chars": False})
+
+
+@pytest.mark.parametrize("name", ["BertTokenizerFast", "DistilBertTokenizer", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize("cased", [False, True])
+def test_settings_of_bert_replace_those_of_its_tokenizer_json(tmp_path: Path, name: str | None, cased: bool) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "Hello", "naive", "na\u00efve", "\u6a21", "\u6a21\u578b"]
+    backend = Backend(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(lowercase=not cased), pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece("##")
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    roles = {f"{word[1:-1].lower()}_token": word for word in words[:5]} | ({"tokenizer_class": name} if name else {})
+    for settings in SETTINGS:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles | settings))
+        expected, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+        for text in ("Hello na\u00efve", "hello \u6a21\u578b NAIVE"):
+            assert tokenizer.encode(text) == expected.encode(text), settings
+
+
+@pytest.mark.parametrize("name", ["GPT2TokenizerFast", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("spaced", [False, True])
+def test_the_space_before_a_text_is_that_of_the_settings(tmp_path: Path, name: str, spaced: bool | None) -> None:
+    if name == "GPT2TokenizerFast":
+        _byte_level(tmp_path, {})
+    else:
+        marks = ["\u2581", "x", "xy", "\u2581x", "\u2581xy", "y"]
+        vocab = {text: index for index, text in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *marks])}
+        merged = [("\u2581", "x"), ("x", "y"), ("\u2581x", "y")]
+        backend = Backend(models.BPE(vocab, merged, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
+        backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, "unk_token": "<unk>", "add_prefix_space": spaced}))
+    expected, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+    for text in ("xy x", "x"):
+        assert tokenizer.encode(text) == expected.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == expected.decode(expected.encode(text))
+
+
+def test_the_rule_of_mistral_that_a_flag_asks_for(tmp_path: Path) -> None:
+    vocab = {text: index for index, text in enumerate([*BYTES, "oW"])}
+    backend = Backend(models.BPE(vocab, [("o", "W")]))
+    split_into_bytes(backend, [r" ?\p{L}+|\s+|."])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    found = [load_backend(tmp_path / "tokenizer.json", {"fix_mistral_regex": flag}).encode("oW").tokens for flag in (False, True)]
+    assert found == [["oW"], ["o", "W"]]
+
+
+def test_unknown_settings_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    usual = {
+        "model_max_length": 512,
+        "image_token": "<image>",
+        "padding_side": "left",
+        "legacy": True,
+        "max_length": 9,
+        "do_lower_case": True,
+    }
+    _byte_level(tmp_path, usual | {"split_special_tokens": False})
+    assert caplog.text == ""
+    _byte_level(tmp_path, usual | {"split_special_tokens": True, "depth": 3})
+    assert "entries that are not known here and not used: split_special_tokens, depth" in caplog.text
+
+
 def test_without_a_decoder_tokens_are_words(tmp_path: Path) -> None:
     backend = Backend(models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -433,6 +433,32 @@ def test_poolings_have_several_spellings(tmp_path, pooling):
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": ["cls", "mean"]}))
     with pytest.raises(UnsupportedModel, match="pooling by cls and mean is not supported"):
         encoder.find_modules(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling | {"skip_punctuation": True}))
+    with pytest.raises(UnsupportedModel, match="pooling with skip_punctuation True has no code of ours"):
+        encoder.find_modules(tmp_path)
+
+
+def test_settings_of_sentence_transformers_that_are_not_used_are_reported(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"architectures": ["BertModel"], "max_position_embeddings": 64}))
+    assert EncoderConfig.find(tmp_path).unread == ()
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "cls", "include_prompt": False}))
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": ""}, "truncate_dim": 64}))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8, "depth": 3}))
+    files = "truncate_dim of config_sentence_transformers.json", "depth of sentence_bert_config.json"
+    assert EncoderConfig.find(tmp_path).unread == (*files, "include_prompt of 1_Pooling/config.json")
+
+
+@pytest.mark.parametrize(("name", "change"), [("residual", True), ("module_input_name", "token_embeddings")])
+def test_layers_after_a_pooling_have_no_other_settings(tmp_path, name, change):
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Dense", "path": "2_Dense"}]))
+    (tmp_path / "2_Dense").mkdir()
+    usual = {"in_features": 4, "out_features": 2, "bias": False, "activation_function": "Tanh", "module_input_name": "sentence_embedding"}
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(usual))
+    assert encoder.find_modules(tmp_path).dense == (encoder.DenseModule(path="2_Dense", ins=4, outs=2, bias=False, activation="tanh"),)
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(usual | {name: change}))
+    with pytest.raises(UnsupportedModel, match=f"2_Dense with {name} .*{change}.* has no code of ours"):
+        encoder.find_modules(tmp_path)
 
 
 def test_directories_without_a_usable_config_are_refused(tmp_path):

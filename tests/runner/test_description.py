@@ -27,7 +27,10 @@ def test_info_of_safetensors(tmp_path):
     assert "not used" not in describe(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"depth_of_thought": 3}))
-    assert describe(tmp_path)["not used"] == "depth_of_thought"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"split_special_tokens": True, "image_token": "<image>"}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"presence_penalty": 1.5, "top_k": 5}))
+    unused = "depth_of_thought, presence_penalty of generation_config.json, split_special_tokens of tokenizer_config.json"
+    assert describe(tmp_path)["not used"] == unused
     digest = checkpoint_digest(tmp_path)
     assert (len(digest), checkpoint_digest(tmp_path)) == (64, digest)
     (tmp_path / "model.safetensors").unlink()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.sentencepiece_file import sentencepiece_tokenizer
 from chairlift.checkpoint.tekken import split_as_tekken, tekken_tokenizer
+from chairlift.checkpoint.tokenizer_settings import set_as_class
 from chairlift.checkpoint.vocabulary_files import FAMILIES, Family, family_of, vocabulary_tokenizer
 from chairlift.errors import UnsupportedModel
 
@@ -68,6 +69,7 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
     else:
         try:
             backend = Backend.from_file(str(file))
+            set_as_class(backend, _class(file, config), config)
             split_as_tekken(backend, file)
             _end_embedded_texts(backend, file, config)
         except Exception as error:  # the tokenizers package raises plain Exception
@@ -79,7 +81,12 @@ def load_backend(file: Path, config: Mapping[str, Any]) -> Backend:
 
 
 def _family(file: Path, config: Mapping[str, Any]) -> Family:
-    return family_of(file, str(config.get("tokenizer_class") or read_json(file.with_name("config.json")).get("model_type")))
+    return family_of(file, _class(file, config))
+
+
+def _class(file: Path, config: Mapping[str, Any]) -> str:
+    """Returns the name of the tokenizer's class in transformers, or the type of its model."""
+    return str(config.get("tokenizer_class") or read_json(file.with_name("config.json")).get("model_type"))
 
 
 def token_with_role(config: Mapping[str, Any], role: str) -> str | None:

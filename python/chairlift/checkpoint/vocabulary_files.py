@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.checkpoint.pre_tokenizers import PRE_TOKENIZERS, split_into_bytes
+from chairlift.checkpoint.tokenizer_settings import bert_normalizer
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -72,14 +73,10 @@ def _pairs(file: Path, family: Family, pre: str) -> Tokenizer:
 
 
 def _words(file: Path, family: Family, config: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordPiece.from_file(str(file), unk_token=family.roles["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=config.get("do_lower_case", True),
-        strip_accents=config.get("strip_accents"),
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-    )
+    tokenizer.normalizer = bert_normalizer(config)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece("##")
     _surround(tokenizer, family)

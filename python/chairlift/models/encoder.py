@@ -34,6 +34,13 @@ RANK = "rank"
 """llama.cpp's name for a classifier on the first token's state."""
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu"}
 _SCORES = {"Identity": "identity", "Sigmoid": "sigmoid"}
+SETTINGS = "config_sentence_transformers.json"
+_KNOWN = {
+    *("__version__", "prompts", "default_prompt_name", "similarity_fn_name", "model_type", "activation_fn"),
+    *("max_seq_length", "do_lower_case", "transformer_task", "module_output_name", "model_args", "config_args", "tokenizer_args"),
+    *("unpad_inputs", "modality_config", "processing_kwargs", "model_kwargs", "config_kwargs", "processor_kwargs", "backend"),
+}
+"""Entries of the configurations of sentence-transformers that are read, or that say how transformers loads a model of text."""
 _PRETRAINED = re.compile("For(MaskedLM|PreTraining)$")
 """What ends the name of a model with layers for its training, which embeddings are computed without."""
 _BY_TYPE = {known.model_type: name for name, known in ENCODERS.items() if name.endswith("Model")}
@@ -122,7 +129,7 @@ class EncoderConfig(ModelShape):
             # A decoder of this name attends to earlier tokens alone.
             if name in ENCODERS and (name != "Gemma3TextModel" or raw.get("use_bidirectional_attention")):
                 encoder = cls._parse(entries := Entries(raw), ENCODERS[name], directory)
-                return replace(encoder, unread=check_entries(entries.unread(), experts=False))
+                return replace(encoder, unread=check_entries(entries.unread(), experts=False) + _unused(directory))
         names = decoder_name(raw)
         return None if names is None else cls._of_decoder(raw, directory, names)
 
@@ -164,7 +171,7 @@ class EncoderConfig(ModelShape):
             windows=windows,
             causal=causal,
             qkv_bias=model.qkv_bias,
-            unread=model.unread,
+            unread=model.unread + _unused(directory),
             pooling=POOLINGS.get(modules.pooling or "", "mean"),
             dense=modules.dense,
             normalized=modules.normalized,
@@ -190,7 +197,7 @@ class EncoderConfig(ModelShape):
         scalar = parse_number(raw, "query_pre_attn_scalar", head_dim)
         modules = find_modules(directory)
         rope, local_rope = _ropes(raw, layout, head_dim)
-        score = _scores(raw, layout, modules)
+        score = _scores(raw, layout, modules, _settings(directory).get("activation_fn"))
         # A classifier's head has the first state, unless ModernBERT's configuration says otherwise.
         usual = "first" if score and raw.get("classifier_pooling") != "mean" else "mean"
         return cls(
@@ -253,11 +260,19 @@ def report_prompt(directory: Path) -> None:
         log.warning("%s: sentence-transformers puts %r before each text, and here clients must send it", directory, str(prompt)[:200])
 
 
-def _settings(directory: Path) -> dict[str, Any]:
+def _settings(directory: Path, name: str = SETTINGS) -> dict[str, Any]:
     """Returns the configuration of sentence-transformers; empty without one."""
-    name = "config_sentence_transformers.json"
     found = read_json(directory, name) if (directory / name).exists() else None
     return found if isinstance(found, dict) else {}
+
+
+def _unused(directory: Path) -> tuple[str, ...]:
+    """Returns the entries of the configurations of sentence-transformers that are not used: no text is known to be a prompt here."""
+    names = [SETTINGS, *sorted(path.name for path in directory.glob("sentence_*_config.json"))]
+    found = [(entry, name) for name in names for entry, value in _settings(directory, name).items() if value and entry not in _KNOWN]
+    poolings = [str(path.relative_to(directory)) for path in sorted(directory.glob("*_Pooling/config.json"))]
+    found += [(entry, name) for name in poolings if _settings(directory, name).get(entry := "include_prompt") is False]
+    return tuple(f"{entry} of {name}" for entry, name in found)
 
 
 def decoder_pooling(directory: Path) -> str | None:
@@ -279,6 +294,7 @@ def longest_text(directory: Path, model: ModelShape) -> int:
 
 
 def _pooling(raw: dict[str, Any]) -> str:
+    _check_module(raw, "pooling", re.compile(r"pooling_mode\w*|(word_)?embedding_dimension|include_prompt"))
     chosen = [name for name, value in raw.items() if name.startswith("pooling_mode_") and value is True]
     names = [name.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for name in chosen]
     if mode := raw.get("pooling_mode"):
@@ -288,7 +304,15 @@ def _pooling(raw: dict[str, Any]) -> str:
     return names[0]
 
 
+def _check_module(raw: dict[str, Any], what: str, known: re.Pattern[str]) -> None:
+    """Raises UnsupportedModel for a setting of a module that may change its result and that nothing here knows."""
+    if unknown := next((name for name, value in raw.items() if value and not known.fullmatch(name)), None):
+        raise UnsupportedModel(f"{what} with {unknown} {raw[unknown]!r:.100} has no code of ours")
+
+
 def _dense(raw: dict[str, Any], path: str) -> DenseModule:
+    usual = {name: value for name, value in raw.items() if value != "sentence_embedding"}  # the names of inputs and outputs
+    _check_module(usual, path, re.compile("in_features|out_features|bias|activation_function"))
     activation = str(raw.get("activation_function", "Tanh")).rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(f"{path}: activation {activation} is not supported (supported: {', '.join(_ACTIVATIONS)})")
@@ -296,15 +320,18 @@ def _dense(raw: dict[str, Any], path: str) -> DenseModule:
     return DenseModule(path=path, ins=sizes[0], outs=sizes[1], bias=bool(raw.get("bias", True)), activation=_ACTIVATIONS[activation])
 
 
-def _scores(raw: dict[str, Any], layout: EncoderArchitecture, modules: Modules) -> str | None:
-    """What becomes of a classifier's number; None for a model of embeddings. Raises UnsupportedModel for more than one label."""
+def _scores(raw: dict[str, Any], layout: EncoderArchitecture, modules: Modules, named: Any) -> str | None:
+    """What becomes of a classifier's number, by the activation `named`; None for a model of embeddings.
+
+    Raises UnsupportedModel for more than one label.
+    """
     if not layout.name.endswith("ForSequenceClassification") and modules.pooling != RANK:
         return None
     labels = len(parse_table(raw, "id2label")) or raw.get("num_labels", 2)
     if labels != 1:
         raise UnsupportedModel(f"{layout.name} has {labels} labels: there is code for classifiers with one, which score pairs of texts")
-    named = parse_table(raw, "sentence_transformers").get("activation_fn") or raw.get("sbert_ce_default_activation_function") or "Sigmoid"
-    activation = str(named).rpartition(".")[2]
+    named = named or parse_table(raw, "sentence_transformers").get("activation_fn") or raw.get("sbert_ce_default_activation_function")
+    activation = str(named or "Sigmoid").rpartition(".")[2]
     if activation not in _SCORES:
         raise UnsupportedModel(f"scores by {activation} are not supported (supported: {', '.join(_SCORES)})")
     return _SCORES[activation]

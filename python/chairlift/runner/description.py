@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from chairlift.checkpoint.generation_config import NAME as GENERATION
+from chairlift.checkpoint.generation_config import unused_settings
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.checkpoint.safetensors_file import tensor_files
+from chairlift.checkpoint.tokenizer_files import tokenizer_config, tokenizer_file
+from chairlift.checkpoint.tokenizer_settings import CONFIG, unknown_settings
 from chairlift.checkpoint.weight_files import gguf_link, weight_bytes
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
@@ -41,9 +45,15 @@ def describe(directory: Path) -> dict[str, str]:
     is_decoder = encoder is None and not (isinstance(shape, ModelConfig) and shape.headless)
     facts["answers"] = "text, and embeddings by pooling" if is_decoder else "embeddings"
     facts["computed by"] = _code(shape)
-    if shape.unread:
-        facts["not used"] = ", ".join(shape.unread)
+    if unused := [*shape.unread, *_unused(directory)]:
+        facts["not used"] = ", ".join(unused)
     return facts
+
+
+def _unused(directory: Path) -> list[str]:
+    """The entries of other files than config.json that are not used, each with the name of its file."""
+    found = {GENERATION: unused_settings(directory), CONFIG: unknown_settings(tokenizer_config(tokenizer_file(directory)))}
+    return [f"{name} of {file}" for file, names in found.items() for name in names]
 
 
 def checkpoint_info(directory: Path, shape: ModelShape) -> CheckpointInfo:
