@@ -22,6 +22,8 @@ MAX_WORD_TOKENS = 5 * MAX_STOP_LENGTH
 """A character has up to four bytes, and a token has at least one byte, except a token at the beginning of a text."""
 MAX_END_TOKENS = 64
 """Maximum tokens of the mark that ends reasoning."""
+LEAST_TOP_P = 1e-9
+"""What a `top_p` of 0, which other programs allow, stands for: only the likeliest token is left."""
 MAX_GRAMMAR = 65_536
 """Maximum characters of a schema, regular expression, list of choices or grammar."""
 

@@ -43,6 +43,11 @@ def test_settings_that_are_not_known_are_reported(tmp_path):
     assert unused_settings(tmp_path) == ["presence_penalty", "forced_eos_token_id", "token_healing", "top_n_sigma"]
 
 
+def test_a_top_p_of_0_leaves_the_likeliest_token(tmp_path):
+    write(tmp_path, json.dumps({"top_p": 0.0}))
+    assert 0 < recommended_sampling(tmp_path)["top_p"] < 1e-6
+
+
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"eos_token_id": 2}'])
 def test_a_model_may_recommend_nothing(tmp_path, text):
     if text is not None:

@@ -407,6 +407,11 @@ def test_encoders_that_cannot_be_run_are_refused_by_name(tmp_path, family, chang
         EncoderConfig.find(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["LLaMAForCausalLM", "PeftModelForCausalLM"])
+def test_other_names_of_llama_in_published_files(name):
+    assert ModelConfig.parse(BASE | {"architectures": [name], "model_type": "llama"}).architecture == "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize("modules", [3, [3], {"a": 1}, ["x"]])
 def test_modules_that_are_no_list_of_objects_are_refused(tmp_path, modules):
     (tmp_path / "modules.json").write_text(json.dumps(modules))

@@ -140,6 +140,7 @@ def test_experts_that_are_missing_or_of_another_shape_or_never_chosen_are_refuse
     refused(
         {f"{experts}.11.up_proj.weight": torch.zeros(40, 48)}, "tensors that its config.json does not account for: .*experts.11.up_proj"
     )
+    refused({"model.layers.3.self_attn.k_proj.weight": torch.zeros(16, 48)}, "does not account for: model.layers.3.self_attn.k_proj.weight")
     refused({"model.layers.0.mlp.gate.weight": torch.full((11, 48), torch.nan)}, "layers.0.mlp.gate.weight has numbers that are not finite")
     refused({"model.layers.2.mlp.gate.weight": torch.zeros(12, 48)}, r"layers.2.mlp.gate.weight is \[12, 48\] where .* asks for \[11, 48\]")
 

@@ -6,7 +6,7 @@ LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
     models="Llama 2 and 3, SmolLM2, TinyLlama, InternLM3, IQuest-Coder; Mistral 7B as GGUF; text of SmolVLM and LLaVA",
-    aliases=("InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+    aliases=("InternLM3ForCausalLM", "IQuestCoderForCausalLM", "LLaMAForCausalLM"),  # the last in the first conversions
     wrappers=(
         "Idefics3ForConditionalGeneration",
         "SmolVLMForConditionalGeneration",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidRequest, InvalidSetting
-from chairlift.sampling import SamplingParams
+from chairlift.sampling import LEAST_TOP_P, SamplingParams
 
 log = logging.getLogger("chairlift")
 
@@ -37,6 +37,7 @@ def recommended_sampling(directory: Path) -> dict[str, Any]:
     """
     path, config = directory / NAME, _read(directory)
     settings = {name: config[name] for name in SETTINGS if config.get(name) is not None}
+    settings |= {"top_p": LEAST_TOP_P} if settings.get("top_p") == 0 else {}
     if unused := unused_settings(directory):
         log.warning("%s sets %s, which is not used: send what you need with each request", path, ", ".join(unused))
     try:

@@ -342,6 +342,7 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
 def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
     names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
+    names = [name for name in names if name != "PeftModelForCausalLM"]  # a merged adapter, whose model_type is that of the base
     for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
         own = text if isinstance(text, dict) else raw  # the first configurations of Qwen2-VL have no text_config
         if known := WRAPPED.get((name, str(own.get("model_type")))):

@@ -405,7 +405,9 @@ def stored_name(name: str, prefix: str) -> str:
 def _is_shared(name: str, model: ModelShape) -> bool:
     """Whether a tensor makes keys or values in a layer that uses those of another one."""
     found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
-    return isinstance(model, ModelConfig) and found is not None and model.source_of(int(found[1])) != int(found[1])
+    if not isinstance(model, ModelConfig) or found is None or int(found[1]) >= model.num_layers:
+        return False
+    return model.source_of(int(found[1])) != int(found[1])
 
 
 def _matters(name: str, model: ModelShape) -> bool:

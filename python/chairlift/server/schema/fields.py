@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from chairlift.engine.validation import check_tokens
 from chairlift.errors import InvalidRequest, brief
-from chairlift.sampling import SamplingParams
+from chairlift.sampling import LEAST_TOP_P, SamplingParams
 from chairlift.scheduling import LONGEST_MS, Scheduling
 from chairlift.server.schema.response_format import StructuredOutputFields
 from chairlift.server.session_name import MAX_LENGTH, SessionName
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
-LEAST_TOP_P = 1e-9
-"""What a `top_p` of 0, which OpenAI's API allows, stands for: only the likeliest token is left."""
 
 # Fields that are not supported, with the values that have no effect. Other values are rejected: silently ignoring them
 # # would change the answer.
