@@ -202,6 +202,7 @@ def _altered(tmp_path: Path, **metadata: Any) -> Path:
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "vocabulary is missing or contradicts itself"),
         ({"tokenizer__ggml__tokens": 7}, "tokenizer.ggml.tokens is 7 and not of type list"),
         ({"llama__attention__sliding_window": 64}, "llama.attention.sliding_window is 64, which"),
+        ({"tokenizer__ggml__merges": None}, "it lists no merges"),
         ({"tokenizer__ggml__merges": ["nospace"]}, "its vocabulary is not sound"),
         ({"tokenizer__ggml__merges": ["x y z"]}, "its vocabulary is not sound"),
         ({"tokenizer__ggml__pre": "tomorrow"}, "of the kind 'gpt2' / 'tomorrow'"),

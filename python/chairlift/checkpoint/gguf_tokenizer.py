@@ -161,6 +161,10 @@ def _listed_merges(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str, str
     lines = file.get("tokenizer.ggml.merges", list) or []
     if not lines and file.get("tokenizer.ggml.pre", str) == "kimi-k2":
         return merges(vocab, [-float(index) for index in range(len(vocab))])
+    kinds = file.get("tokenizer.ggml.token_type", list) or [Kind.NORMAL] * len(vocab)
+    is_merged = any(len(token) > 1 and kind == Kind.NORMAL for token, kind in zip(vocab, kinds, strict=True))
+    if not lines and is_merged and file.get("tokenizer.ggml.model", str) == "gpt2":
+        raise _refused(file, "it lists no merges (tokenizer.ggml.merges), without which text would become other tokens")
     # A merge is two pieces separated by a space; neither is empty.
     return [(line[:at], line[at + 1 :]) for line in lines for at in (line.index(" ", 1),)]
 
