@@ -28,7 +28,7 @@ _DESCRIPTIVE = re.compile(
     r"|\w*_token_(id|index)(s|_list)?|temperature|top_[kp]|typical_p|do_sample|(max|min)_length|num_beam\w*|diversity_penalty|length_penalty"
     r"|repetition_penalty|\w*ngram_size|num_return_sequences|early_stopping"
     # Parts that are not used: images, sounds, and tokens beyond the next one.
-    r"|((use|tune|freeze)_)?(vision|visual|image|video|audio|mm|mtp|num_mtp)_\w+|\w*projector_\w+|spatial_\w+|temporal_\w+|\w*fullatt_\w+"
+    r"|perceiver_config|pixel_\w+|vlm|is_composition|use_base_siglip|freeze_\w+|((use|tune)_)?(vision|visual|image|video|audio|mm|mtp|num_mtp)_\w+|\w*projector_\w+|spatial_\w+|temporal_\w+|\w*fullatt_\w+"
     # What follows from other entries, or is read with others alone.
     r"|(qk_|attention_)?head_dim|num_key_value_heads|\w*max_(seq|sequence)?_?len(gth)?|seq_length|initial_context_length|experts_per_token"
     r"|max_window_layers|use_sliding_window|(sliding_)?window_size|full_attention_interval|full_attn_idxs|intermediate_size|n_positions"
