@@ -8,6 +8,8 @@ import pytest
 import transformers
 from quantised_checkpoints import EXPANDED, FORMATS
 from tiny_models import LATENT, SHAPE
+from transformers import AwqConfig, BitsAndBytesConfig, FineGrainedFP8Config, GPTQConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from chairlift.architectures import ARCHITECTURES, ENCODERS, WRAPPED
 from chairlift.errors import UnsupportedModel
@@ -208,6 +210,27 @@ def test_unknown_settings_of_a_quantization_are_refused_or_reported(name: str) -
     assert found.unread == ("quantization_config.thoughts",)
     with pytest.raises(NoNativeModel, match=f"rotation 'hadamard' of a checkpoint quantised with {method} has no"):
         ModelConfig.parse(LLAMA | {"quantization_config": config | {"rotation": "hadamard"}})
+
+
+SAVED: dict[str, QuantizationConfigMixin] = {
+    "gptq": GPTQConfig(4, tokenizer="a", dataset="c4"),
+    "awq": AwqConfig(4),
+    "nf4": BitsAndBytesConfig(load_in_4bit=True),
+    "fp8 in blocks": FineGrainedFP8Config(),
+}
+"""Settings as transformers saves them."""
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_settings_that_transformers_saves_are_known(name: str) -> None:
+    config = json.loads(json.dumps(SAVED[name].to_dict()))
+    assert ModelConfig.parse(LLAMA | {"quantization_config": QUANTIZED[name].config | config}).unread == ()
+
+
+def test_experts_in_other_numbers_than_fp8_are_refused() -> None:
+    config = QUANTIZED["fp8 in blocks"].config | {"expert_dtype": "fp4"}
+    with pytest.raises(NoNativeModel, match=r"quantised with fp8 \(experts in fp4\) has no code of ours"):
+        ModelConfig.parse(LLAMA | {"quantization_config": config})
 
 
 def test_unknown_settings_of_a_group_of_layers_are_refused() -> None:

@@ -172,6 +172,8 @@ def _fp8(found: dict[str, Any]) -> QuantizationScheme:
     """DeepSeek's and Qwen's fp8, with scales of blocks, or with one for each matrix."""
     if found.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(found["fmt"])
+    if found.get("expert_dtype") not in (None, "fp8"):
+        raise ValueError(f"experts in {found['expert_dtype']}")
     rows, columns = found.get("weight_block_size") or (1, 0)
     return QuantizationScheme("fp8", 8, _size(columns), _size(rows), per_token=columns == 0)
 
