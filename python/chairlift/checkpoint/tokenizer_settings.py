@@ -19,7 +19,7 @@ _KNOWN = re.compile(
     r"\w+_token|(additional_special|extra_special|model_specific_special|added)_tokens\w*|chat_template|tokenizer_class|add_(bos|eos)_token|add_prefix_space|legacy|do_lower_case|strip_accents"
     r"|tokenize_chinese_chars|response_schema|fix_mistral_regex"
     # What the file is, and files that were read when it was made.
-    r"|_\w+|auto_map|processor_class|\w*_file|name_or_path|init_inputs|transformers_version|model_type|use_fast|from_slow|backend|is_local|local_files_only"
+    r"|_\w+|auto_map|\w*processor_\w+|\w*_file|name_or_path|init_inputs|transformers_version|model_type|use_fast|from_slow|backend|is_local|local_files_only"
     r"|device\w*|trust_remote_code|vocab_size|language|\w*url"
     # Lengths and paddings of a batch, and what else belongs to training.
     r"|model_max_length|max_\w*length|max_seq\w*|stride|\w*truncat\w*|\w*pad(ding)?|padding_\w+|pad_\w+|return_\w+|model_input_names|verbose"
