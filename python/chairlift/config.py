@@ -97,6 +97,7 @@ class EngineConfig:
         "'auto': requests that do not set temperature, top_p and the like use what the checkpoint's generation_config.json recommends; "
         "'none': they use temperature 1 and no truncation",
         choices=("auto", "none"),
+        spellings={"vllm": "none"},
         group="model",
     )
     load_format: str = flag(

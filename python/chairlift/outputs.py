@@ -200,6 +200,8 @@ class RequestOutput:
     """In answers of a chat, the model's reasoning, which its `text` is without; None if there is none."""
     tool_calls: tuple[ToolCall, ...] = ()
     """In answers of a chat, its tool calls, set with `finish_reason`. Arguments can be invalid JSON: validate them."""
+    prompt: str | None = None
+    """The prompt, if `LLM.generate` was given it as text."""
     others: tuple[RequestOutput, ...] = ()
     """The answers after the first, in a whole output of a request with `n` of them."""
 

@@ -156,3 +156,9 @@ def test_a_client_that_is_not_installed_is_named_before_a_server_starts(url, mon
     monkeypatch.setenv("PATH", "/nowhere")
     assert main.main(["launch", "claude", "--model", "other"]) == 2
     assert "claude is not installed: npm install -g @anthropic-ai/claude-code" in capsys.readouterr().err
+
+
+def test_launch_names_the_clients_if_none_is_given(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["launch"])
+    assert "required: {claude,codex,opencode,aider}" in capsys.readouterr().err

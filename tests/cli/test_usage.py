@@ -85,6 +85,7 @@ def test_vllms_flags_mean_the_same():
         ),
         "--tool-call-parser": ("llama3_json", "tool_call_parser", "llama"),
         "--scheduling-policy": ("priority", "scheduling_policy", "priority"),
+        "--generation-config": ("vllm", "generation_config", "none"),
     }
     for flag, (text, name, value) in given.items():
         assert vars(main.build_parser("serve").parse_args(["serve", "--enable-auto-tool-choice", flag, text]))[name] == value, flag
@@ -103,6 +104,7 @@ def test_a_hint_names_a_flag_that_exists():
     [
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1, got 0 ("),
         (["--pipeline-parallel-size", "2"], "not supported: use --tensor-parallel-size, or --replicas ("),
+        (["--max-loras", "4"], "leave it out: only memory limits the number of adapters (--enable-lora) ("),
         (["--quantization", "awq"], "got 'awq': the quantization of a checkpoint is read from its files"),
     ],
 )

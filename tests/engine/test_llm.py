@@ -75,6 +75,11 @@ def test_vllm_s_name_of_the_parameters(llm):
         llm.generate("a", params(), sampling_params=params())
 
 
+def test_outputs_name_their_prompts_if_these_are_texts(llm):
+    prompts = ["a", [1000], {"prompt": "b"}, {"prompt_token_ids": [1001]}]
+    assert [output.prompt for output in llm.generate(prompts, params(n=2, max_tokens=2))] == ["a", None, "b", None]
+
+
 def test_stops(llm):
     end, token, string = llm.generate(
         [[EOS - 1], "a", "a"],

@@ -26,7 +26,7 @@ examples:
   chairlift join 10.0.0.1:7000 --engine-secret-file secret                            on this one
   chairlift join 10.0.0.1:7000 --engine-secret-file secret --model /models/llama      a model of this machine's disk
 
---engine-secret-file is needed. The server names no file of this machine: only those of these flags are used. Without --model the model
+The server names no file of this machine: only those of these flags are used. Without --model the model
 is fetched by the name that the server has for it, from the Hugging Face hub for example. Ctrl-C ends the engine after its requests;
 those that take longer than the server's --shutdown-timeout go on in another engine. A second Ctrl-C ends it at once.
 """
@@ -36,7 +36,8 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "join", summary, _EXAMPLES, run)
     parser.add_argument("address", type=_address, metavar="HOST:PORT", help="where the server listens for engines (--engine-listen)")
-    flags.add_fields(parser, ServerConfig, SETTINGS, shown=SETTINGS)
+    secret = {"engine_secret_file": "required: file with the server's secret, readable only by its owner"}
+    flags.add_fields(parser, ServerConfig, SETTINGS, shown=SETTINGS, texts=secret)
     parser.add_argument("--model", metavar="MODEL", help=f"the server's model on this machine: {flags.MODEL_SOURCES}")
     flags.add_fields(parser, EngineConfig, {*OWN, "enable_lora"} - {"chat_template"})  # the server renders chats
 

@@ -75,7 +75,7 @@ CLIENTS = {
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "launch", summary, _EXAMPLES, run)
-    parser.add_argument("client", choices=CLIENTS, help="the program to start")
+    parser.add_argument("client", choices=CLIENTS, metavar=f"{{{','.join(CLIENTS)}}}", help="the program to start")
     flags.add_model(parser, MODEL_HELP, positional=False)
     add_url(parser)
     add_api_key(parser)

@@ -129,7 +129,11 @@ class LLM:
                     requests.append((partial(self._local.collect, stream), stream.params))
         with _Bar([(valid.max_tokens or 0) * valid.num_sequences for _, valid in requests], progress) as bar:
             each_outputs = self._local.wait_all([run() for run, _ in requests], bar.advance, bar.end, _name)
-            return [dataclasses.replace(first, others=tuple(others)) for first, *others in each_outputs]
+        texts = [one if isinstance(one, str) else one.get("prompt") if isinstance(one, Mapping) else None for one in many]
+        return [
+            dataclasses.replace(first, prompt=text, others=tuple(others))
+            for text, (first, *others) in zip(texts, each_outputs, strict=True)
+        ]
 
     def embed(
         self,

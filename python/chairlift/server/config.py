@@ -22,10 +22,17 @@ from chairlift.settings import (
 
 _VLLM_PARSERS = {
     "deepseek_v3": "deepseek",
+    "deepseek_v31": "deepseek",
+    "functiongemma": "gemma",
+    "gemma4": "gemma",
     "glm45": "glm",
+    "glm47": "glm",
+    "granite4": "hermes",
+    "lfm2": "pythonic",
     "llama3_json": "llama",
     "llama4_json": "llama",
     "llama4_pythonic": "pythonic",
+    "qwen3_json": "hermes",
     "qwen3_xml": "qwen3_coder",
 }
 """vLLM's names of tool-call parsers, where they differ."""
