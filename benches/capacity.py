@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "sim"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from traces import CODE, CONV, mooncake, workload
 

@@ -60,7 +60,7 @@ KEEP_ALIVE = f"{streaming.KEEP_ALIVE_SECONDS:.0f} s"
 TURN = f"{CORE.max_session_wait_ms / 60_000:g} minutes"
 
 STATED = {
-    "README.md": (f"Rust {RUST}", f"Python {PYTHON}", f"A turn can be {TURN} away"),
+    "README.md": (f"Rust {RUST}", f"Python {PYTHON}", f"An agent may wait {TURN}."),
     "docs/install.md": (f"Python {PYTHON} or later", f"Rust {RUST} or later"),
     "docs/api.md": (
         f"1 to {sampling.MAX_SEQUENCES}",
