@@ -1,7 +1,7 @@
 //! A thread pool that runs one function on its threads, in phases.
 //!
-//! A phase ends when its work is done, not when all threads have come: other programs use the cores too, and a thread that the system has
-//! suspended between two pieces of work keeps nobody waiting. When it goes on, it skips the phases that have ended.
+//! A phase ends when its work is done. It has no barrier that all threads must reach, because other programs use the cores too: a thread
+//! that the system has preempted between two pieces of work delays no other thread. When it resumes, it skips the phases that have ended.
 
 use std::any::Any;
 use std::io;
@@ -26,7 +26,7 @@ use std::{
 
 /// Number of times that a thread looks for the end of a phase before it yields its core.
 ///
-/// This takes some tens of microseconds. Threads finish a phase at nearly the same time, unless the system has suspended one.
+/// This takes some tens of microseconds. Threads finish a phase at nearly the same time, unless the system has preempted one.
 const SPINS: u32 = if cfg!(loom) { 0 } else { 2_000 };
 
 /// A thread pool. Its threads sleep until [`ThreadPool::run`] is called.
@@ -70,8 +70,9 @@ impl Taken {
         // Loading first leaves the cache line of a thread that needs no help alone.
         let mut before = self.0.load(Ordering::Relaxed);
         loop {
-            let index = if before >> 32 < phase { 0 } else { before & u64::from(u32::MAX) };
-            if before >> 32 > phase || index >= len as u64 {
+            let (latest, taken) = (before >> 32, before & u64::from(u32::MAX));
+            let index = if latest < phase { 0 } else { taken };
+            if latest > phase || index >= len as u64 {
                 return None;
             }
             // If it succeeds, the index was not taken, so the phase is not over.
