@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The settings that are applied, as in vLLM."""
 _KNOWN = re.compile(
     # What the file is, tokens that are read elsewhere, and what each request sets.
-    r"_\w+|transformers_version|(?!forced)\w+_token_id|suppress_tokens|do_sample|max_(new_tokens|length|time)|num_return_sequences|chat_format|trust_remote_code"
+    r"_\w+|transformers_version|(?!forced)\w+_token_id|suppress_tokens|do_sample"
+    r"|max_(new_tokens|length|time)|num_return_sequences|chat_format|trust_remote_code"
     # What only beam search reads, which num_beams asks for.
     r"|num_beam_groups|early_stopping|length_penalty|diversity_penalty|low_memory|renormalize_logits|remove_invalid_values"
     # How it is computed, with the same result.
@@ -38,7 +40,7 @@ def recommended_sampling(directory: Path) -> dict[str, Any]:
     path, config = directory / NAME, _read(directory)
     settings = {name: config[name] for name in SETTINGS if config.get(name) is not None}
     settings |= {"top_p": LEAST_TOP_P} if settings.get("top_p") == 0 else {}
-    if unused := unused_settings(directory):
+    if unused := _unused(config):
         log.warning("%s sets %s, which is not used: send what you need with each request", path, ", ".join(unused))
     try:
         SamplingParams(**settings)
@@ -49,7 +51,11 @@ def recommended_sampling(directory: Path) -> dict[str, Any]:
 
 def unused_settings(directory: Path) -> list[str]:
     """Returns the settings that may change answers, and that are not used."""
-    names = (name for name, value in _read(directory).items() if value and not (value == 1 and name in _FACTORS))
+    return _unused(_read(directory))
+
+
+def _unused(config: Mapping[str, Any]) -> list[str]:
+    names = (name for name, value in config.items() if value and not (value == 1 and name in _FACTORS))
     return [name for name in names if name not in SETTINGS and not _KNOWN.fullmatch(name)]
 
 

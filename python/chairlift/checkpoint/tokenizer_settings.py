@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 CONFIG = "tokenizer_config.json"
 _KNOWN = re.compile(
     # Tokens, templates, and settings that are read.
-    r"\w+_token|(additional_special|extra_special|model_specific_special|added)_tokens\w*|chat_template|tokenizer_class|add_(bos|eos)_token|add_prefix_space|legacy|do_lower_case|strip_accents"
+    r"\w+_token|(additional_special|extra_special|model_specific_special|added)_tokens\w*|chat_template"
+    r"|tokenizer_class|add_(bos|eos)_token|add_prefix_space|legacy|do_lower_case|strip_accents"
     r"|tokenize_chinese_chars|response_schema|fix_mistral_regex"
     # What the file is, and files that were read when it was made.
-    r"|_\w+|auto_map|\w*processor_\w+|\w*_file|name_or_path|init_inputs|transformers_version|model_type|use_fast|from_slow|backend|is_local|local_files_only"
+    r"|_\w+|auto_map|\w*processor_\w+|\w*_file|name_or_path|init_inputs"
+    r"|transformers_version|model_type|use_fast|from_slow|backend|is_local|local_files_only"
     r"|device\w*|trust_remote_code|vocab_size|language|\w*url"
     # Lengths and paddings of a batch, and what else belongs to training.
-    r"|model_max_length|max_\w*length|max_seq\w*|stride|\w*truncat\w*|\w*pad(ding)?|padding_\w+|pad_\w+|return_\w+|model_input_names|verbose"
+    r"|model_max_length|max_\w*length|max_seq\w*|stride|\w*truncat\w*"
+    r"|\w*pad(ding)?|padding_\w+|pad_\w+|return_\w+|model_input_names|verbose"
     # What a tokenizer.json or a tokenizer.model says itself, or other programs alone do.
-    r"|sp_model\w*|do_basic_tokenize|never_split|trim_offsets|keep_accents|remove_space|byte_fallback|errors|use_default_system_prompt|do_split"
+    r"|sp_model\w*|do_basic_tokenize|never_split|trim_offsets|keep_accents"
+    r"|remove_space|byte_fallback|errors|use_default_system_prompt|do_split"
     r"|clean_up_tokenization_spaces|spaces_between_special_tokens|skip_special_tokens"
 )
 """Entries that are used, or that change no token."""

@@ -25,17 +25,21 @@ _DESCRIPTIVE = re.compile(
     r"|\w*chunk_size\w*|residual_in_fp32|attn_implementation|\w*flash_attn\w*|use_memory_efficient_attention|use_\w+_kernels?|unpad_inputs"
     r"|pack_qkv|moe_shared_expert_overlap|reference_compile|repad_\w+|use_xentropy|pad_vocab_size_multiple"
     # Tokens, and how they are chosen, which generation_config.json says.
-    r"|\w*_token_(id|index)(s|_list)?|temperature|top_[kp]|typical_p|do_sample|(max|min)_length|num_beam\w*|diversity_penalty|length_penalty"
+    r"|\w*_token_(id|index)(s|_list)?|temperature|top_[kp]|typical_p"
+    r"|do_sample|(max|min)_length|num_beam\w*|diversity_penalty|length_penalty"
     r"|repetition_penalty|\w*ngram_size|num_return_sequences|early_stopping"
     # Parts that are not used: images, sounds, and tokens beyond the next one.
-    r"|perceiver_config|pixel_\w+|vlm|is_composition|use_base_siglip|freeze_\w+|((use|tune)_)?(vision|visual|image|video|audio|mm|mtp|num_mtp)_\w+|\w*projector_\w+|spatial_\w+|temporal_\w+|\w*fullatt_\w+"
+    r"|perceiver_config|pixel_\w+|vlm|is_composition|use_base_siglip|freeze_\w+"
+    r"|((use|tune)_)?(vision|visual|image|video|audio|mm|mtp|num_mtp)_\w+|\w*projector_\w+|spatial_\w+|temporal_\w+|\w*fullatt_\w+"
     # What follows from other entries, or is read with others alone.
     r"|(qk_|attention_)?head_dim|num_key_value_heads|\w*max_(seq|sequence)?_?len(gth)?|seq_length|initial_context_length|experts_per_token"
     r"|max_window_layers|use_sliding_window|(sliding_)?window_size|full_attention_interval|full_attn_idxs|intermediate_size|n_positions"
-    r"|n_shared_experts|num_(local_)?experts|topk_method|(block_)?norm_eps|block_dim|conv_(dim\w*|L_cache|bias)|num_heads|theta|expand|hidden_act|mamba_\w+"
+    r"|n_shared_experts|num_(local_)?experts|topk_method|(block_)?norm_eps|block_dim"
+    r"|conv_(dim\w*|L_cache|bias)|num_heads|theta|expand|hidden_act|mamba_\w+"
     r"|classifier_\w+|summary_\w+|pooler_\w+|embedding_size|vocab_size_per_layer_input|tie_word_embeddings|decoder_bias|dense_seq_output"
     r"|use_bidirectional_attention|is_causal"
-    r"|n_ctx|matryoshka_dimensions|cla_share_factor|layer_switch|order_of_interleaved_layers|use_(parallel_\w+|gated_activation|embedding_sharing)"
+    r"|n_ctx|matryoshka_dimensions|cla_share_factor|layer_switch"
+    r"|order_of_interleaved_layers|use_(parallel_\w+|gated_activation|embedding_sharing)"
     r"|rotary_scaling_factor"  # of texts that are longer than those that Nomic's models were made for
 )
 """Entries that change no answer of the architectures that there is code for, or that are read with others alone."""
@@ -57,7 +61,8 @@ _USUAL = {
 """Values of entries that change nothing, beside the neutral ones."""
 _CHANGES = re.compile(
     r"\w*(scale|scaling|scalar|scaling_factor|multiplier|softcap\w*|cap|clip\w*|clamp\w*|alibi\w*|temperature\w*|interleaved?|parallel_block|_act|activation\w*)"
-    r"|\w*per_layer\w*|block_configs|\w*layers?_(pattern|config\w*|freq\w*|types?)|norm_topk_prob|attention_sinks?\w*|\w*lm_head_bias|pruned_heads"
+    r"|\w*per_layer\w*|block_configs|\w*layers?_(pattern|config\w*|freq\w*|types?)"
+    r"|norm_topk_prob|attention_sinks?\w*|\w*lm_head_bias|pruned_heads"
 )
 """Entries that change answers, unless their value is neutral."""
 _IMAGES = re.compile(r"\w*(image|tile|tiling|pixel|patch|thumbnail)\w*|(scale|downsample)_\w+|ignore_index|use_reentrant\w*|text_config")

@@ -24,11 +24,15 @@ _DESCRIPTIVE = re.compile(
     # Which layers are quantised, which is seen in their tensors. MLX names each of them.
     r"\w*(modules|layers|targets|ignored?|block_name|block_list|model_part)\w*|.*\..*|include_input_output_embeddings"
     # How the weights were made. Their tensors have the order of columns, and the zeros.
-    r"|\w*version|quantized_by|producer|quantization_status|global_compression_ratio|meta|model_\w+|tokenizer|dataset|damp_\w+|true_sequential|static_groups"
-    r"|desc_act|sym|act_group_aware|hyb_act|mse|iters|(minmax_)?lr|nsamples|seqlen|\w*batch_size|gradient_\w+|amp|train_bs|enable_\w+|not_use_best_mse|dynamic_max_gap"
-    r"|sampler|low_\w+|cache_block_outputs|pad_token_id|max_input_length|device|offload_\w+|parallel_packing|auto_gptq|quant_lm_head|scale_dtype|super_\w+"
+    r"|\w*version|quantized_by|producer|quantization_status|global_compression_ratio"
+    r"|meta|model_\w+|tokenizer|dataset|damp_\w+|true_sequential|static_groups"
+    r"|desc_act|sym|act_group_aware|hyb_act|mse|iters|(minmax_)?lr|nsamples|seqlen"
+    r"|\w*batch_size|gradient_\w+|amp|train_bs|enable_\w+|not_use_best_mse|dynamic_max_gap"
+    r"|sampler|low_\w+|cache_block_outputs|pad_token_id|max_input_length|device"
+    r"|offload_\w+|parallel_packing|auto_gptq|quant_lm_head|scale_dtype|super_\w+"
     # How other programs compute, or whether they do it without the checkpoint's numbers.
-    r"|run_compressed|dequantize|use_\w+|\w*exllama\w*|inject_\w+|do_fuse|fuse_max_seq_len|backend|method|pack_dtype|(bnb|llm_int8|_?load_in)_\w+"
+    r"|run_compressed|dequantize|use_\w+|\w*exllama\w*|inject_\w+|do_fuse"
+    r"|fuse_max_seq_len|backend|method|pack_dtype|(bnb|llm_int8|_?load_in)_\w+"
     # How activations and the cache are rounded, which is done here for some of the schemes, more finely.
     r"|activation_scheme|act_\w+|(weight|act)_per_tensor|kv_cache_\w+|scale_fmt"
     # What follows from other settings.
