@@ -231,9 +231,9 @@ class StepLoop:
             self._send(Phase(name, seconds), number)
 
         try:
-            # The warm-up is two steps. A first prompt may be longer, but within the watchdog's STUCK_STEPS.
+            # A first prompt may take longer than the warm-up, but less than the watchdog's STUCK_STEPS times as long.
             engine = self._make(EngineConfig(**load.settings), report, load.hash_key)
-            self._inbox.put((number, _Loaded(engine, phases.get("warm-up", 0.0) / 2)))
+            self._inbox.put((number, _Loaded(engine, phases.get("warm-up", 0.0))))
         except BaseException as error:
             self._inbox.put((number, _NotLoaded(error)))
 

@@ -10,6 +10,8 @@ from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024
 """Tokens of a context that attention on a GPU reads in several splits."""
+UNCOMPILED = 8
+"""Tokens of the first step where no kernels are compiled. A step of a large model takes seconds on a CPU."""
 ROWS = (32, 64, 65, 129)
 """Tokens of steps for which products with quantised weights have other kernels than for up to 16."""
 EXPERT_ROWS = (16, 32, 64, 256)
@@ -43,7 +45,7 @@ def warm_up(runner: ModelRunner, expert_counts: tuple[int, int] = (0, 0)) -> Non
     `expert_counts` are the number of experts of a layer, and of those that a token uses.
     """
     buffers = runner.buffers[0]
-    longest = min(runner.block_size, len(buffers.input_ids), runner.max_model_len)
+    longest = min(runner.block_size if runner.compiles_kernels else UNCOMPILED, len(buffers.input_ids), runner.max_model_len)
     cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
     if runner.compiles_kernels:
         most = min(len(buffers.input_ids), runner.max_model_len)

@@ -282,32 +282,64 @@ fn write(block: &Unpacked, kind: BlockType, order: CodeOrder, unit: Unit, to: &m
     for (group, at) in (unit.mins..unit.codes).step_by(width).enumerate() {
         to[at + column] = block.mins[group];
     }
+    let codes = block.codes[..kind.block()].as_chunks::<BLOCK>().0;
+    let each = to[unit.codes..].chunks_exact_mut(unit.block).zip(codes);
+    if let CodeOrder::Words(order) = order {
+        return write_words(kind.code_bits(), order, each, width, column);
+    }
     let sign = sign_in_columns(kind.code_bits());
-    for (to, codes) in to[unit.codes..].chunks_exact_mut(unit.block).zip(block.codes.as_chunks::<BLOCK>().0) {
-        let CodeOrder::Words(order) = order else {
-            for (i, code) in codes.iter().enumerate() {
-                for (at, from, bit, mask) in places_in_columns(kind.code_bits(), width, column, i).into_iter().flatten() {
-                    to[at] |= ((code ^ sign) >> from & mask) << bit;
-                }
+    for (to, codes) in each {
+        for (i, code) in codes.iter().enumerate() {
+            for (at, from, bit, mask) in places_in_columns(kind.code_bits(), width, column, i).into_iter().flatten() {
+                to[at] |= ((code ^ sign) >> from & mask) << bit;
             }
-            continue;
-        };
-        for (to, word) in to[4 * column..].chunks_mut(4 * width).zip(words_of(kind.code_bits(), order, codes)) {
-            to[..4].copy_from_slice(&word.to_le_bytes());
         }
     }
 }
 
-/// Packs 32 codes into a column's words. [`places`] gives the location of the bits.
-fn words_of(bits: CodeBits, order: WordOrder, codes: &[u8; BLOCK]) -> [u32; 8] {
-    let eights = std::array::from_fn(|i| u64::from_le_bytes(codes.as_chunks::<8>().0[i]));
-    match order {
-        WordOrder::Bits => words_of_bits(bits, eights),
-        WordOrder::Bytes => words_of_bytes(bits, in_byte_order(eights)),
+/// Writes codes, 32 at a time, to a column's words. [`places`] gives the location of the bits.
+fn write_words<'a>(
+    bits: CodeBits,
+    order: WordOrder,
+    each: impl Iterator<Item = (&'a mut [u8], &'a [u8; BLOCK])>,
+    width: usize,
+    column: usize,
+) {
+    // A loop for each number of bits, so that the choice is outside.
+    fn write<'a, const WORDS: usize>(
+        each: impl Iterator<Item = (&'a mut [u8], &'a [u8; BLOCK])>,
+        width: usize,
+        column: usize,
+        words_of: impl Fn([u64; 4]) -> [u32; 8],
+    ) {
+        for (to, codes) in each {
+            let words = words_of(std::array::from_fn(|i| u64::from_le_bytes(codes.as_chunks::<8>().0[i])));
+            let to = &mut to[4 * column..][..4 * (width * (WORDS - 1) + 1)];
+            for (index, word) in words[..WORDS].iter().enumerate() {
+                to[4 * width * index..][..4].copy_from_slice(&word.to_le_bytes());
+            }
+        }
+    }
+    use CodeBits::{Eight, Five, Four, Six, Three, Two};
+    use WordOrder::{Bits, Bytes};
+    match (bits, order) {
+        (Two, Bits) => write::<2>(each, width, column, |codes| words_of_bits(Two, codes)),
+        (Three, Bits) => write::<3>(each, width, column, |codes| words_of_bits(Three, codes)),
+        (Four, Bits) => write::<4>(each, width, column, |codes| words_of_bits(Four, codes)),
+        (Five, Bits) => write::<5>(each, width, column, |codes| words_of_bits(Five, codes)),
+        (Six, Bits) => write::<6>(each, width, column, |codes| words_of_bits(Six, codes)),
+        (Eight, Bits) => write::<8>(each, width, column, |codes| words_of_bits(Eight, codes)),
+        (Two, Bytes) => write::<2>(each, width, column, |codes| words_of_bytes(Two, codes)),
+        (Three, Bytes) => write::<3>(each, width, column, |codes| words_of_bytes(Three, codes)),
+        (Four, Bytes) => write::<4>(each, width, column, |codes| words_of_bytes(Four, codes)),
+        (Five, Bytes) => write::<5>(each, width, column, |codes| words_of_bytes(Five, codes)),
+        (Six, Bytes) => write::<6>(each, width, column, |codes| words_of_bytes(Six, codes)),
+        (Eight, Bytes) => write::<8>(each, width, column, |codes| words_of_bytes(Eight, codes)),
     }
 }
 
 /// The words of 32 codes in [`WordOrder::Bits`].
+#[inline(always)]
 fn words_of_bits(bits: CodeBits, eights: [u64; 4]) -> [u32; 8] {
     let [a, b, c, d] = eights;
     let pairs = |from: u32| [[a, b], [c, d]].map(|[low, high]| adjacent(low, from, 2) | adjacent(high, from, 2) << 16);
@@ -327,8 +359,10 @@ fn words_of_bits(bits: CodeBits, eights: [u64; 4]) -> [u32; 8] {
     words
 }
 
-/// The words of 32 codes in [`WordOrder::Bytes`]. `codes` are in [`BYTE_ORDER`].
-fn words_of_bytes(bits: CodeBits, codes: [u32; 8]) -> [u32; 8] {
+/// The words of 32 codes in [`WordOrder::Bytes`].
+#[inline(always)]
+fn words_of_bytes(bits: CodeBits, eights: [u64; 4]) -> [u32; 8] {
+    let codes = in_byte_order(eights);
     // Some bits of four codes at a time, side by side in each byte.
     let beside = |codes: &[u32], from: u32, each: u32| {
         let mask = 0x0101_0101 * ((1 << each) - 1);
@@ -338,9 +372,7 @@ fn words_of_bytes(bits: CodeBits, codes: [u32; 8]) -> [u32; 8] {
     match bits {
         CodeBits::Two | CodeBits::Three => (words[0], words[1]) = (beside(&codes[..4], 0, 2), beside(&codes[4..], 0, 2)),
         CodeBits::Eight => words = codes,
-        CodeBits::Four | CodeBits::Five | CodeBits::Six => {
-            words.iter_mut().zip(codes.as_chunks::<2>().0).for_each(|(word, codes)| *word = beside(codes, 0, 4));
-        }
+        CodeBits::Four | CodeBits::Five | CodeBits::Six => words[..4].copy_from_slice(&in_pairs(eights.map(|codes| adjacent(codes, 0, 4)))),
     }
     match bits {
         CodeBits::Three => words[2] = beside(&codes, 2, 1),
@@ -349,6 +381,13 @@ fn words_of_bytes(bits: CodeBits, codes: [u32; 8]) -> [u32; 8] {
         CodeBits::Two | CodeBits::Four | CodeBits::Eight => {}
     }
     words
+}
+
+/// Words of eight codes each, with the pairs of tiles (p and p + 8) in the low and the high half of a word.
+fn in_pairs([a, b, c, d]: [u32; 4]) -> [u32; 4] {
+    let halves = |low: u32, high: u32| [low & 0xffff | high << 16, low >> 16 | high & 0xffff_0000];
+    let ([a, b], [c, d]) = (halves(a, b), halves(c, d));
+    [a, b, c, d]
 }
 
 /// Bits `from..from + each` of eight bytes, next to each other. `each` is 1, 2 or 4.
