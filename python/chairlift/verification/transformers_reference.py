@@ -19,11 +19,12 @@ class TransformersReference:
     """A model in transformers, in float32."""
 
     embedding_tolerance = 1e-4
+    reads_marks = True
 
     def __init__(self, python: Path, model: Path) -> None:
         """Starts the process. `model` is a directory in Hugging Face's layout or a GGUF file, which transformers dequantises."""
-        # It does not compose characters for Qwen 2 and its successors if it reads a GGUF file.
-        self.reads_marks = model.is_dir()
+        if not model.is_dir():
+            self.reads_marks = False  # it does not compose characters for Qwen 2 and its successors when it reads a GGUF file
         program = find_spec("chairlift.models.transformers_program")
         assert program is not None
         assert program.origin is not None
