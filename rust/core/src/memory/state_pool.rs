@@ -2,7 +2,7 @@
 
 use super::block::Content;
 use super::{BlockHash, CacheChanges, ChangeLog};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 /// Index of a slot that holds the state of all recurrent layers after some tokens of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -61,6 +61,9 @@ pub(super) enum SaveKind {
     Rolling,
     /// An earlier request of the run's conversation saved it.
     Earlier,
+    /// An earlier request saved it where the user's last turn ends. What follows are calls of tools, and a template may drop their thinking
+    /// when the user goes on.
+    UserTurn,
 }
 
 /// The latest rolling states of a run that are kept: the last one may be undone, with the step that saves it.
@@ -158,6 +161,18 @@ impl StatePool {
         (self.take(Use::Live), run)
     }
 
+    /// Keeps the state that an earlier request of a run's conversation saved after the block with this content, where the user's last turn
+    /// ends, as long as the conversation may have others.
+    pub(super) fn keep_user_turn(&mut self, run: Run, content: Content) {
+        self.touch(content);
+        if let Some(slot) = self.find(content)
+            && let Use::Saved(saved) = &mut self.slots[slot.0 as usize]
+            && (saved.conversation, saved.kind) == (run, SaveKind::Earlier)
+        {
+            saved.kind = SaveKind::UserTurn;
+        }
+    }
+
     /// The run whose conversation a saved state belongs to. `None` if several conversations begin with the tokens before it.
     pub(super) fn conversation(&self, slot: StateSlot) -> Option<Run> {
         self.saved_in(slot).filter(|saved| saved.kind != SaveKind::Shared).map(|saved| saved.conversation)
@@ -239,10 +254,14 @@ impl StatePool {
         if kind == SaveKind::Rolling && self.of_conversation(run).filter(|(_, saved)| saved.kind == kind).count() >= ROLLING {
             self.release_oldest(run, kind, step);
         }
-        // An answer replaces its own earlier states, and a prompt those of earlier prompts and their answers.
+        // An answer replaces its own earlier states, and a prompt those of earlier prompts and their answers: that of the user's turn only
+        // if it may have no other.
         let replaced = if kind == SaveKind::Rolling { kind } else { SaveKind::Earlier };
         while kind != SaveKind::Shared && self.of_conversation(run).count() >= self.max_beside(run, position) {
-            if !self.release_oldest(run, replaced, step) {
+            let may_replace_turn = kind == SaveKind::Turn && self.max_beside(run, position) == 1;
+            let released =
+                self.release_oldest(run, replaced, step) || may_replace_turn && self.release_oldest(run, SaveKind::UserTurn, step);
+            if !released {
                 return None;
             }
         }
@@ -408,6 +427,9 @@ impl StatePool {
                 .filter(|(_, saved)| saved.kind == SaveKind::Earlier || saved.position <= last.position);
             assert!(upto.count() <= self.most(last.position), "more states of {last:?} than their KV is worth");
         }
+        let turns = self.all_saved().filter(|(_, saved)| saved.kind == SaveKind::UserTurn).map(|(_, saved)| saved.conversation);
+        let mut conversations = FxHashSet::default();
+        assert!({ turns }.all(|turn| conversations.insert(turn)), "two ends of the user's turn in a conversation");
         let named = self.all_saved().filter_map(|(slot, saved)| Some((saved.end?.content, slot)));
         assert_eq!(named.collect::<FxHashMap<_, _>>(), self.by_content, "saved states by content");
         assert!(self.by_content.keys().all(|&content| cached(content)), "a saved state whose block is not cached");

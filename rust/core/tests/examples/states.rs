@@ -396,6 +396,39 @@ fn the_states_of_conversations_take_less_memory_than_their_kv_and_are_found() {
     }
 }
 
+/// A conversation whose user asks after 7,200 tokens, with `calls` calls of tools; then the user goes on, and the template drops the calls.
+/// Returns the tokens that are found then, and whether each call found what its prompt repeats.
+fn calls_tools(calls: u32, state_tokens: u32) -> (usize, bool) {
+    let config = Config { num_kv_blocks: 10_000, max_model_len: 16_000, max_num_batched_tokens: 16_000, state_tokens, ..with_states(96) };
+    let mut scheduler = Scheduler::new(config).expect("a sound config");
+    let asked = ask(1, 7200, 1).prompt;
+    let mut turn = Request { prompt: asked.clone(), user_turn_end: Some(7200), ..ask(1, 1, 200) };
+    turn.prompt.extend([5; 4]);
+    found(&mut scheduler, turn.clone());
+    let mut all = true;
+    for call in 0..calls {
+        let prompt = turn.prompt.len();
+        turn = next_turn(&turn, 100 + call, 1);
+        all &= found(&mut scheduler, turn.clone()) >= (prompt - 1) / 16 * 16;
+    }
+    let prompt = asked.into_iter().chain([6; 300]).collect();
+    let found = found(&mut scheduler, Request { prompt, user_turn_end: None, ..ask(1, 1, 1) });
+    scheduler.check();
+    (found, all)
+}
+
+#[test]
+fn the_end_of_the_users_turn_is_found_after_calls_of_tools() {
+    // In float16 and int8: Qwen3.5-4B, LFM2-8B-A1B, Qwen3.6-35B-A3B.
+    for state_tokens in [1610, 3220, 24, 48, 3150] {
+        for calls in 0..9 {
+            assert_eq!(calls_tools(calls, state_tokens), (7200, true), "{calls} calls, {state_tokens} tokens' worth of KV a state");
+        }
+    }
+    // Granite-4-H-tiny may have one state, which is that of the latest prompt.
+    assert_eq!([0, 1, 2].map(|calls| calls_tools(calls, 7094)), [(7200, true), (0, true), (0, true)]);
+}
+
 #[test]
 fn a_request_that_fails_leaves_no_state() {
     let mut lab = Lab::new(with_states(8));

@@ -233,6 +233,10 @@ impl Kv {
         self.want_turns(state, (computed, len), turn, before.is_some());
         let (slot, run) = self.states.begin(before);
         (state.slot, state.run) = (Some(slot), run);
+        let turn_end = turn.map_or(0, |turn| turn.min(len - 1) / self.block_size) as usize;
+        if let Some(&content) = turn_end.checked_sub(1).and_then(|block| state.contents.get(block)) {
+            self.states.keep_user_turn(run, content);
+        }
         // The only saved state may have been evicted for this sequence.
         copies.extend(source.filter(|&source| source != slot).map(|source| (source, slot)));
     }

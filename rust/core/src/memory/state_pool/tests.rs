@@ -97,6 +97,22 @@ fn a_conversation_has_as_many_states_as_its_kv_is_worth_and_its_last_turn_counts
 }
 
 #[test]
+fn the_end_of_the_users_turn_stays_while_the_conversation_may_have_other_states() {
+    for (state_tokens, kept) in [(10, [true, false, true]), (20, [false, false, true])] {
+        let mut pool = StatePool::new(9, state_tokens);
+        let (mut live, mut run) = pool.begin(None);
+        for position in [20, 25, 29] {
+            assert!(pool.save(run, position, Some(end(position.into())), position.into(), SaveKind::Turn).is_some());
+            pool.end(live, run);
+            (live, run) = pool.begin(Some(run));
+            pool.keep_user_turn(run, 20);
+            pool.check(&[(live, run)], &[], &[], |_| true);
+        }
+        assert_eq!([20, 25, 29].map(|content| pool.find(content).is_some()), kept);
+    }
+}
+
+#[test]
 fn a_run_that_is_computed_again_saves_no_more_states_than_its_kv_is_worth() {
     let mut pool = StatePool::new(9, 10);
     let (live, run) = pool.begin(None);
