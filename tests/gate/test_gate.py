@@ -261,6 +261,32 @@ def test_a_turn_that_misses_the_upstreams_cache_is_explained(base):
     assert 'reason="upstream_missed"} 2000.0' in httpx.get(base + "/metrics").text
 
 
+def test_a_session_that_is_closed_is_closed_here_too(upstream, base):
+    for name in ("third", "fourth"):  # which would have missed what the third left
+        headers = {"x-request-id": f"long-{name}", "x-session-id": "closed"}
+        assert httpx.post(base + "/v1/chat/completions", json=chat(f"long {name}"), headers=headers).status_code == 200
+        closed = httpx.post(base + "/close_session", json={"session_id": "closed"})
+        assert closed.content == b"echo " + closed.request.content
+    history = [chat("long third")["messages"][0], chat("long fourth")["messages"][0]]
+    assert [one[1] for one in upstream.requests].count("/close_session") == 2
+    headers = {"x-request-id": "long-fifth", "x-session-id": "closed"}
+    httpx.post(base + "/v1/chat/completions", json={"messages": history}, headers=headers)
+    assert "cache_miss" not in httpx.get(base + "/v1/requests/long-fifth/explain").json()
+
+
+def test_a_request_that_the_upstream_refuses_has_no_record(base, tmp_path_factory):
+    def rejected():
+        lines = httpx.get(base + "/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if 'reason="upstream"' in line)
+
+    before = rejected()
+    headers = {"x-request-id": "refused"}
+    assert httpx.post(base + "/v1/chat/completions", json=chat("refuse"), headers=headers).status_code == 418
+    wait_until(lambda: rejected() == before + 1)
+    folder = next(path for path in tmp_path_factory.getbasetemp().glob("gate*/usage"))
+    assert "refused" not in "".join(file.read_text() for file in folder.glob("*.jsonl"))
+
+
 def test_the_time_to_the_first_token_begins_before_the_head_of_the_answer(base):
     def total():
         lines = httpx.get(base + "/metrics").text.splitlines()
@@ -284,6 +310,27 @@ def test_keys_stay_where_they_belong_and_a_gate_may_stand_before_another(upstrea
     assert "of-the-upstream" not in str(response.headers) + response.text
     assert upstream.requests[0][2]["authorization"] == "Bearer of-the-upstream"
     assert "of-the-gate" not in str(upstream.requests[0])
+
+
+def test_an_upstream_that_is_not_ready_is_left_out_until_it_is(tmp_path):
+    first, second = Upstream(), Upstream()
+    first.start()
+    second.start()
+    with gate(first, second, log=tmp_path / "log", routing="round-robin") as address:
+        first.ready = False
+        statuses = [httpx.post(address + "/v1/chat/completions", json=chat(f"hello {index}")).status_code for index in range(4)]
+        assert statuses == [200] * 4
+        assert len(second.started) == 4
+        second.ready = False
+        loading = httpx.post(address + "/v1/chat/completions", json=chat("hello"))
+        assert (loading.status_code, loading.json()) == (503, {"error": {"message": "Loading model"}})
+        first.ready = second.ready = True
+        wait_until(lambda: (tmp_path / "log").read_text().count("is ready again") == 2)
+        for index in range(2):
+            httpx.post(address + "/v1/chat/completions", json=chat(f"hello {index}"))
+        assert len(first.started) == 1
+    first.stop()
+    second.stop()
 
 
 def test_an_upstream_that_is_gone_is_left_out_until_it_is_back(tmp_path):

@@ -50,6 +50,8 @@ class Admitted:
     """Called when the first event of a streamed answer has come: the upstream has computed the prompt."""
     answer: Answer | None = None
     """What came back; None until something did."""
+    refused: bool = False
+    """Whether the upstream did not run it: its answer is an error, or there is none."""
     answers: int = 1
     """Sequences that the upstream runs for it."""
     id: str = ""
@@ -169,8 +171,13 @@ class _Admission:
         return Admitted(number, num_tokens, cached, on_first_token, answers=answers, id=self._id, session=self._session)
 
     def ended(self, held: Admitted) -> None:
-        """Counts what it used, by the upstream's own numbers where it gives them."""
+        """Counts what it used, by the upstream's own numbers where it gives them. A request that the upstream refused used nothing."""
         now, answer, metrics = time.monotonic(), held.answer, self._model.metrics
+        if self._session is not None and self._session.final:
+            self._service.end_session(self._scheduling.tenant, self._session.name)
+        if held.refused:
+            self._service.count_rejected("upstream")
+            return
         tokens, usage = (0, None) if answer is None else (answer.num_tokens, answer.usage)
         if answer is not None and answer.ttft is not None:
             self._latencies.first_token.observe(self._admitted_at - self._context.arrived + answer.ttft)
@@ -179,9 +186,7 @@ class _Admission:
         prompt = held.prompt_tokens if usage is None or usage.prompt is None else usage.prompt
         metrics.observe_lengths(prompt, tokens)
         metrics.count_finished("abort" if answer is None else "stop", now - self._context.arrived, self._latencies)
-        if self._session is not None and self._session.final:
-            self._service.end_session(self._scheduling.tenant, self._session.name)
-        elif self._session is not None and answer is not None and not answer.calls_tools:
+        if self._session is not None and not self._session.final and answer is not None and not answer.calls_tools:
             self._model.engine.tell(NoteSession(self._scheduling.tenant, self._session.name, "awaits_user"))
         if (usage_log := self._service.usage_log) is not None:
             scheduling = self._scheduling

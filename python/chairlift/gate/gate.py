@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -22,12 +23,13 @@ from chairlift.gate.answer import Answer, UpstreamUsage
 from chairlift.gate.conversations import Conversations
 from chairlift.gate.estimates import Estimates
 from chairlift.gate.held_bodies import HeldBodies
-from chairlift.gate.paths import GENERATES, is_of_clients, plain
+from chairlift.gate.paths import CLOSES_SESSION, GENERATES, is_of_clients, plain
 from chairlift.gate.prompt import Prompt, read_prompt
 from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, passed_on
 from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.body import LARGE, read_raw
 from chairlift.server.model import ServedModel
+from chairlift.server.routes.sessions import CloseSessionRequest
 from chairlift.server.service import service_of
 from chairlift.server.streaming import event
 
@@ -70,6 +72,8 @@ class Gate:
                 if generates:
                     await self._generate(request, raw, send)
                 else:
+                    if request.method == "POST" and path == CLOSES_SESSION:
+                        self._close_session(request, raw)
                     await self._pass(request, raw, send, 0, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None
@@ -93,21 +97,21 @@ class Gate:
             await upstream.close()
 
     async def _generate(self, request: Request, raw: bytearray, send: Send) -> None:
-        """Waits for the request's turn and passes it on; to another upstream if the first cannot be reached."""
+        """Waits for the request's turn and passes it on; to another upstream if the first cannot be reached or is not ready."""
         service_of(request).check_admission()
         service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
         prompt = await asyncio.to_thread(read_prompt, raw) if len(raw) > LARGE else read_prompt(raw)
         failed: UpstreamFailed | None = None
-        for _ in self._upstreams:
+        for left in reversed(range(len(self._upstreams))):
             async with admitted(request, prompt) as held:
                 estimates = self._estimates[held.upstream]
                 held.on_first_token = partial(_first_token, held, held.on_first_token, estimates)
                 try:
                     with estimates.running(held) if prompt.streamed else contextlib.nullcontext():
-                        await self._pass(request, raw, send, held.upstream, held)
+                        await self._pass(request, raw, send, held.upstream, held, retries=left > 0)
                 except UpstreamFailed as error:  # nothing was sent to the client
-                    failed = error
-                    self._unreachable(held.upstream)
+                    failed, held.refused = error, True
+                    self._unreachable(held.upstream, error)
                     continue
                 if held.answer is not None:
                     estimates.observe(held.answer, held.prompt_tokens, held.cached_tokens)
@@ -116,17 +120,25 @@ class Gate:
         assert failed is not None  # there is an upstream
         raise failed
 
-    async def _pass(self, request: Request, raw: bytearray, send: Send, number: int, held: Admitted | None) -> None:
-        """Sends a request to an upstream and its answer to the client. Raises UpstreamFailed as long as the client has got nothing."""
+    async def _pass(
+        self, request: Request, raw: bytearray, send: Send, number: int, held: Admitted | None, *, retries: bool = False
+    ) -> None:
+        """Sends a request to an upstream and its answer to the client. Raises UpstreamFailed as long as the client has got nothing.
+
+        With `retries` a status of 503 is such a failure: the upstream loads its model, or is about to end.
+        """
         upstream, scope, begun = self._upstreams[number], request.scope, False
         target = scope["raw_path"].decode("latin-1") + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
         sent = time.monotonic()
         try:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
+                if retries and response.status == 503:
+                    raise UpstreamFailed(f"the upstream {upstream.url} is not ready (503)")
                 streamed = response.content_type == "text/event-stream"
                 answer = Answer(streamed=streamed, sent=sent)
-                if held is not None and response.status == 200:
-                    held.answer = answer
+                if held is not None:
+                    held.refused = response.status != 200
+                    held.answer = None if held.refused else answer
                 begun = True
                 raw.clear()  # it is not read again
                 await send({"type": "http.response.start", "status": response.status, "headers": _answer_headers(response)})
@@ -151,6 +163,15 @@ class Gate:
             # The connection is closed in the middle of the answer, as the upstream's was.
             log.warning("%s in the middle of an answer", failure(upstream.url, error))
 
+    def _close_session(self, request: Request, raw: bytearray) -> None:
+        """Ends a session of the tenant here too. A body that names none is left to the upstream."""
+        try:
+            name = CloseSessionRequest.model_validate_json(bytes(raw)).session_id
+        except ValidationError:
+            return
+        service_of(request).end_session(request.state.tenant, name)
+        self._conversations.end(request.state.tenant, name)
+
     def _keep_turn(self, request: Request, prompt: Prompt, held: Admitted, usage: UpstreamUsage) -> None:
         """Keeps an answered turn of a session for the next one, and explains why it missed the upstream's cache if it did."""
         if held.session is None:
@@ -169,13 +190,13 @@ class Gate:
         kept = [(name, value) for name, value in headers if name not in dropped]
         return [*kept, (b"x-request-id", request.state.context.request_id.encode()), (VIA, self._name)]
 
-    def _unreachable(self, number: int) -> None:
+    def _unreachable(self, number: int, failed: UpstreamFailed) -> None:
         """Gives an upstream no more requests until it can be reached again."""
         upstream, replicas = self._upstreams[number], self._model.engine.replicas
         replica = replicas[number]
         if not upstream.healthy:
             return
-        log.warning("the upstream %s cannot be reached", upstream.url)
+        log.warning("%s: it gets no requests until it is ready", failed)
         upstream.healthy = False
         # The last one stays, so that its requests get its error.
         replica.draining = any(other.ready for other in replicas if other is not replica)
@@ -183,7 +204,7 @@ class Gate:
         async def probe() -> None:
             await upstream.wait_until_reachable()
             replica.draining = False
-            log.info("the upstream %s can be reached again", upstream.url)
+            log.info("the upstream %s is ready again", upstream.url)
 
         self._probes[number] = asyncio.create_task(probe())
 

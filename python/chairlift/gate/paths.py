@@ -11,8 +11,11 @@ GENERATES = frozenset(
 )
 """Paths whose requests generate text. All others are passed on at once."""
 
+CLOSES_SESSION = "/close_session"
+"""The path at which a client says that it will not go on with a session, as at SGLang."""
+
 _OF_CLIENTS = GENERATES | {
-    *("/", "/health", "/health_generate", "/ping", "/version", "/models", "/v1/models", "/get_model_info", "/model_info", "/close_session"),
+    *("/", "/health", "/health_generate", "/ping", "/version", "/models", "/v1/models", "/get_model_info", "/model_info", CLOSES_SESSION),
     *("/tokenize", "/detokenize", "/apply-template", "/v1/chat/completions/render", "/v1/completions/render", "/v1/messages/count_tokens"),
     *("/embedding", "/embeddings", "/v1/embeddings", "/v2/embed", "/encode", "/classify", "/v1/classify", "/pooling", "/v1/moderations"),
     *("/rerank", "/reranking", "/v1/rerank", "/v1/reranking", "/v2/rerank", "/score", "/v1/score"),

@@ -53,7 +53,7 @@ class Upstream:
         """`api_key` replaces what clients send as theirs."""
         self.url = url.rstrip("/")
         self.healthy = True
-        """Whether the newest connection could be made."""
+        """Whether the newest connection could be made, and nothing says that it is not ready."""
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
@@ -90,12 +90,12 @@ class Upstream:
         return self._client().request(method, url, headers=sent, data=bytes(body) or None, allow_redirects=False)
 
     async def wait_until_reachable(self) -> None:
-        """Returns when the upstream answers anything over HTTP."""
+        """Returns when the upstream answers anything over HTTP but 503, which it does while it loads its model."""
         while not self.healthy:
             await asyncio.sleep(PROBE_SECONDS)
             try:
-                async with self._client().get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)):
-                    self.healthy = True
+                async with self._client().get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)) as response:
+                    self.healthy = response.status != 503
             except (aiohttp.ClientError, TimeoutError, OSError):
                 continue
 

@@ -36,7 +36,7 @@ _CONFIG = {
 MAX_LABELS = 10_000
 """Tenants whose sums are kept in case they get a label again; clients can invent any number of names."""
 
-REJECTIONS = ("queue_full", "tenant_limit", "draining", "not_ready", "invalid", "unauthorized", "too_large", "session_wait")
+REJECTIONS = ("queue_full", "tenant_limit", "draining", "not_ready", "invalid", "unauthorized", "too_large", "session_wait", "upstream")
 """Label values for why a request was rejected."""
 
 _USED = (
