@@ -95,6 +95,7 @@ class CachingEngine(FakeEngine):
         hit = max((min(shared(prompt, one), len(prompt) - 1) // block * block for one in kept), default=0)
         hit = max(0, hit - self.lost_hits)
         self.prompts.append(prompt)
+        self.scheduled.append(stream.scheduling)
         self.hits.append(hit)
         on_start()
         said = self.answers.pop(0) if self.answers else "ok"

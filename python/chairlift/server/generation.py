@@ -60,17 +60,19 @@ class Generation:
         prefix: str,
         default_max_tokens: int | None = None,
         sequence: AsyncLiveSequence | None = None,
+        user_turn_end: int | None = None,
     ) -> None:
         """Validates the prompts; raises InvalidRequest, and ApiError if they exceed the queue's limit.
 
         `kind` is the `object` of the response and `prefix` begins its id. `default_max_tokens` applies where the request sets no limit.
-        The only prompt continues `sequence`, if given.
+        The only prompt continues `sequence`, if given. See `Scheduling` for `user_turn_end`.
         """
         self._service, self._model = service_of(request), model_of(request)
         tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
         self._context = request.state.context
         self._session = body.session(self._context.session)
         scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
+        scheduling = replace(scheduling, user_turn_end=user_turn_end)
         self._scheduling = self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
         self._max_wait = None if self._session is None else preferred_wait(request.headers)
         self._reader: Reader = request.state.reader

@@ -473,3 +473,19 @@ def test_another_tenants_turns_are_not_found(keyed):
     answer = say(http, body, **as_("sk-2", **{"x-session-id": "s"}))
     assert answer["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
     assert "cache_miss" not in explained(http, answer, **as_("sk-2"))
+
+
+def test_the_engine_learns_where_the_users_turn_ends_before_calls_of_tools(served):
+    # A template may drop their thinking when the user goes on, and a model with recurrent layers begins only where it saved a state.
+    engine, http, _ = served
+    for recurrent in (True, False):
+        engine.answers, engine.cached = [FIRST, SECOND], {}
+        engine.describe(recurrent=recurrent)
+        begun(engine, http)
+        ends = [one.user_turn_end for one in engine.scheduled[-2:]]
+        if not recurrent:
+            assert ends == [None, None]
+            continue
+        assert ends[0] is None, "nothing follows it"
+        prompt = engine.prompts[-1][: ends[1]]
+        assert engine.tokenizer.decode(prompt, skip_special_tokens=False).endswith(f"Read the file. {LONG}\0")

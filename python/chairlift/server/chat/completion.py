@@ -21,6 +21,7 @@ from chairlift.chat.reasoning import Reasoning
 from chairlift.chat.tools.argument_types import argument_types
 from chairlift.chat.tools.hermes import Hermes
 from chairlift.chat.tools.parser import ToolCallDelta, ToolParser
+from chairlift.chat.user_turn import up_to_user, user_turn_end
 from chairlift.engine.validation import check_generates
 from chairlift.errors import ContextExceeded, InvalidRequest, brief
 from chairlift.outputs import RequestOutput, TokenLogprobs
@@ -90,7 +91,8 @@ class ChatCompletion:
                 ignored = [*ignored, *(f"tools.{type}" for type in left_out)]
             params = replace(params, structured_output=structure)
             check_prompt_logprobs([prompt.tokens], params)
-            generation = Generation(request, body, [prompt.tokens], params, kind=kind, prefix=prefix)
+            turn_end = prompt.user_turn_end
+            generation = Generation(request, body, [prompt.tokens], params, kind=kind, prefix=prefix, user_turn_end=turn_end)
         except InvalidRequest as error:
             # The engine's names for what the client sent.
             error.param = {"prompt": "messages", "logprobs": "top_logprobs"}.get(error.param or "", error.param)
@@ -171,6 +173,8 @@ class _RenderedPrompt:
     reasoning: Reasoning | None
     """None if the model does not reason."""
     turn: CurrentTurn | None = None
+    user_turn_end: int | None = None
+    """Tokens up to the end of the user's last turn, where the engine needs to know it."""
 
 
 async def prompt_of(request: Request, model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
@@ -196,7 +200,30 @@ async def _render_prompt(
         rendered = turn.tokens
     tokens = body.truncate(rendered, model.engine.info.max_model_len)
     continued = conversation[-1] if body.continue_final_message else None
-    return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued), turn)
+    turn_end = await _user_turn_end(request, model, body, conversation, variables, tokens) if len(tokens) == len(rendered) else None
+    return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued), turn, turn_end)
+
+
+async def _user_turn_end(
+    request: Request,
+    model: ServedModel,
+    body: ChatRequest,
+    conversation: list[dict[str, Any]],
+    variables: dict[str, Any],
+    tokens: list[int],
+) -> int | None:
+    """Returns where the user's last turn ends: calls of tools follow it, and templates drop their thinking when the user goes on.
+
+    None for a model without recurrent layers, and where the engine finds it itself, because nothing follows.
+    """
+    if not model.engine.info.recurrent or (asked := up_to_user(conversation)) is None:
+        return None
+    variables = {**variables, "add_generation_prompt": False, "continue_final_message": False}
+    try:
+        beginning = await model.render(request, asked, variables, must_fit=False, kept=body.cache_salt is None)
+    except InvalidRequest:  # the template wants more than these messages
+        return None
+    return user_turn_end(tokens, beginning, model.engine.tokenizer.eos_token_ids)
 
 
 def _parse_calls(parser_type: type[ToolParser], tool_spec: ToolSpec, text: str) -> list[str | ToolCallDelta]:
