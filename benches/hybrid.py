@@ -82,25 +82,52 @@ def lfm2() -> Shape:
     return Shape("lfm2moe", metadata, tensors, f"{layers} of 24")
 
 
+QWEN_INNER, QWEN_VOCABULARY = 32 * 128, 248320
+"""Of the layers with the delta rule, 32 value heads; and the tokens."""
+
+
+def _qwen_mixer(layer: int, hidden: int, heads: tuple[int, int, int]) -> Tensors:
+    """The tensors of a layer of Qwen 3.5 or 3.6 before its MLP or experts: each fourth layer has attention."""
+    parts: Tensors = {"attn_norm.weight": ((hidden,), None), "post_attention_norm.weight": ((hidden,), None)}
+    if layer % 4 == 3:
+        return parts | attention_tensors(hidden, heads, gated=True)
+    channels = 2 * 16 * 128 + QWEN_INNER
+    parts |= {"attn_qkv.weight": ((channels, hidden), Q4), "attn_gate.weight": ((QWEN_INNER, hidden), Q4)}
+    parts |= {"ssm_beta.weight": ((32, hidden), None), "ssm_alpha.weight": ((32, hidden), None), "ssm_norm.weight": ((128,), None)}
+    parts |= {"ssm_conv1d.weight": ((channels, 4), None), "ssm_dt.bias": ((32,), None), "ssm_a": ((32,), None)}
+    return parts | {"ssm_out.weight": ((hidden, QWEN_INNER), Q4)}
+
+
+def _qwen_metadata(hidden: int, layers: int, heads: tuple[int, int, int]) -> dict[str, Any]:
+    metadata = _common(hidden, layers, QWEN_VOCABULARY, heads) | {"attention.head_count_kv": heads[1], "full_attention_interval": 4}
+    metadata |= {"rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0]}
+    return metadata | {
+        **{"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16},
+        **{"ssm.time_step_rank": 32, "ssm.inner_size": QWEN_INNER},
+    }
+
+
 def qwen() -> Shape:
     """Qwen3.5-4B."""
-    hidden, layers, vocabulary, heads = 2560, 8, 248320, (16, 4, 256)
-    keys, values = 16 * 128, 32 * 128
-    tensors = _top(hidden, vocabulary)
+    hidden, layers, heads = 2560, 8, (16, 4, 256)
+    tensors = _top(hidden, QWEN_VOCABULARY)
     for layer in range(layers):
-        parts: Tensors = {"attn_norm.weight": ((hidden,), None), "post_attention_norm.weight": ((hidden,), None)}
-        if layer % 4 == 3:
-            parts |= attention_tensors(hidden, heads, gated=True)
-        else:
-            parts |= {"attn_qkv.weight": ((2 * keys + values, hidden), Q4), "attn_gate.weight": ((values, hidden), Q4)}
-            parts |= {"ssm_beta.weight": ((32, hidden), None), "ssm_alpha.weight": ((32, hidden), None), "ssm_norm.weight": ((128,), None)}
-            parts |= {"ssm_conv1d.weight": ((2 * keys + values, 4), None), "ssm_dt.bias": ((32,), None), "ssm_a": ((32,), None)}
-            parts |= {"ssm_out.weight": ((hidden, values), Q4)}
-        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in (parts | mlp_tensors(hidden, 9216)).items()}
-    metadata = _common(hidden, layers, vocabulary, heads) | {"feed_forward_length": 9216, "attention.head_count_kv": heads[1]}
-    metadata |= {"rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": 4}
-    metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32, "ssm.inner_size": values}
-    return Shape("qwen35", metadata, tensors, f"{layers} of 32")
+        parts = _qwen_mixer(layer, hidden, heads) | mlp_tensors(hidden, 9216)
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return Shape("qwen35", _qwen_metadata(hidden, layers, heads) | {"feed_forward_length": 9216}, tensors, f"{layers} of 32")
+
+
+def qwen_moe() -> Shape:
+    """Qwen3.6-35B-A3B."""
+    hidden, layers, heads = 2048, 8, (16, 2, 256)
+    tensors = _top(hidden, QWEN_VOCABULARY)
+    for layer in range(layers):
+        parts = _qwen_mixer(layer, hidden, heads) | expert_tensors(hidden, 256, 512) | mlp_tensors(hidden, 512, "_shexp")
+        parts |= {"ffn_gate_inp_shexp.weight": ((hidden,), None)}
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in parts.items()}
+    metadata = _qwen_metadata(hidden, layers, heads) | {"expert_count": 256, "expert_used_count": 8}
+    metadata |= {"expert_feed_forward_length": 512, "expert_shared_feed_forward_length": 512}
+    return Shape("qwen35moe", metadata, tensors, f"{layers} of 40")
 
 
 def granite() -> Shape:
@@ -126,7 +153,7 @@ def granite() -> Shape:
     return Shape("granitehybrid", metadata, tensors, f"{layers} of 40")
 
 
-MODELS = {"LFM2-8B-A1B": lfm2, "Qwen3.5-4B": qwen, "Granite-4-H-tiny": granite}
+MODELS = {"LFM2-8B-A1B": lfm2, "Qwen3.5-4B": qwen, "Qwen3.6-35B-A3B": qwen_moe, "Granite-4-H-tiny": granite}
 
 
 class Server:

@@ -15,6 +15,7 @@ from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory, UnsupportedModel
 from chairlift.models.config import ModelConfig, load_shape
+from chairlift.outputs import RequestOutput
 from chairlift.runner.buffers import StepSizes
 from chairlift.runner.build import build_runner
 from chairlift.runner.cpu_executor import CpuExecutor
@@ -152,6 +153,48 @@ def test_an_engine_gives_the_same_tokens_with_caches_forks_and_little_memory(tmp
         assert (llm.info.num_bytes + large) / 2 - alone == 18 * llm.engine.runner.model_config.state_bytes
 
 
+def bits(answer: RequestOutput) -> tuple[list[int], list[tuple[int, float]]]:
+    """An answer's tokens, and the log-probability of each."""
+    return list(answer.token_ids), [(one.token, one.logprob) for one in answer.logprobs or ()]
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.slow
+def test_chunks_hits_swaps_forks_and_rewinds_change_no_bit(tmp_path: Path, kind: str) -> None:
+    gguf_recurrent.write(gguf_recurrent.rounded_model(kind), tmp_path / "tiny.gguf")
+    prompts = [np.random.default_rng(seed).integers(0, 256, 37 + seed).tolist() for seed in range(4)]
+    greedy, more = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1), [7, 8, 9]
+    off = {"speculative_config": {"method": "off"}}
+    small = {"device": "cpu", "threads": 1, "block_size": 8, "max_model_len": 128, "cache_dir": str(tmp_path / "cache"), **off}
+    with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=1, num_kv_blocks=60, enable_prefix_caching=False) as llm:
+        alone = [bits(llm.generate([prompt], greedy)[0].outputs[0]) for prompt in prompts]
+        rewound = [
+            bits(llm.generate([prompt + tokens[:9] + more], greedy)[0].outputs[0])
+            for prompt, (tokens, _) in zip(prompts, alone, strict=True)
+        ]
+    for chunk in (2, 5, 13):
+        with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=min(chunk, 4), num_kv_blocks=90, max_num_batched_tokens=chunk) as llm:
+            for cached in (0, 32):
+                outputs = llm.generate(prompts[:2], greedy)
+                assert [bits(output.outputs[0]) for output in outputs] == alone[:2], (chunk, cached)
+                assert min(output.cached_tokens for output in outputs) == cached
+    for swap_space in (0, 1 << 22):
+        sizes = {"max_num_seqs": 4, "num_kv_blocks": 20, "max_num_batched_tokens": 24, "swap_space": swap_space}
+        with LLM(str(tmp_path / "tiny.gguf"), **small, **sizes) as llm:
+            assert [bits(output.outputs[0]) for output in llm.generate(prompts, greedy)] == alone
+            assert llm.engine.stats().preemptions > 0
+    with LLM(str(tmp_path / "tiny.gguf"), **small, max_num_seqs=4, num_kv_blocks=90) as llm:
+        for prompt, whole, tail in zip(prompts[:2], alone, rewound, strict=False):
+            with llm.open(prompt) as sequence:
+                assert bits(sequence.generate(greedy)) == whole
+                (fork,) = sequence.fork()
+                for one in (fork, sequence):
+                    one.rewind(11)
+                    one.append(more)
+                    assert bits(one.generate(greedy)) == tail
+                fork.drop()
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.slow
 def test_torch_gives_the_same_tokens_and_finds_the_same_states(tmp_path: Path, kind: str) -> None:
@@ -172,7 +215,7 @@ def test_torch_gives_the_same_tokens_and_finds_the_same_states(tmp_path: Path, k
     assert sum(cached for _, cached in found[0][1]) > 0
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "nemotron_h"])
 @pytest.mark.slow
 def test_drafts_change_no_token(tmp_path: Path, kind: str) -> None:
     gguf_recurrent.write(gguf_recurrent.rounded_model(kind), tmp_path / "tiny.gguf")

@@ -207,10 +207,11 @@ def test_recurrent_states_share_the_memory_of_the_kv_cache():
 
 def test_memory_that_does_not_hold_the_states_is_refused_with_what_would_fit():
     state = HYBRID.state_bytes
-    with pytest.raises(
-        InvalidSetting, match=rf"does not hold one sequence: its recurrent state and two KV blocks take {state + 8192} bytes"
-    ):
-        fitted(model=HYBRID, kv_cache_memory_bytes=state - 1)
+    for given in (state - 1, state + 8191):
+        with pytest.raises(
+            InvalidSetting, match=rf"does not hold one sequence: its recurrent state and two KV blocks take {state + 8192} bytes"
+        ):
+            fitted(model=HYBRID, kv_cache_memory_bytes=given)
     with pytest.raises(InvalidSetting, match=rf"--max-num-seqs 16 needs as many recurrent states, each of {state} bytes, but .* gives 10"):
         fitted(model=HYBRID, kv_cache_memory_bytes=20 * state, max_num_seqs=16)
 

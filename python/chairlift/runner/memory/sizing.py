@@ -184,8 +184,8 @@ def fit_states(config: EngineConfig, model: ModelShape, kv: str, step: StepSize,
     if config.num_kv_blocks is not None:
         budget = min(2 * budget, 2 * (room.most - config.num_kv_blocks * block_bytes(model, config.block_size, kv)))
     fitting = max(int(budget * STATE_SHARE) // each, min(budget // each, 1))
-    if fitting < 1:
-        least = each + 2 * block_bytes(model, config.block_size, kv)
+    least = each + 2 * block_bytes(model, config.block_size, kv)
+    if fitting < 1 or (config.num_kv_blocks is None and budget < least):
         raise InvalidSetting(f"{source} does not hold one sequence: its recurrent state and two KV blocks take {least} bytes")
     if config.max_num_seqs is not None and fitting < config.max_num_seqs:
         raise InvalidSetting(
