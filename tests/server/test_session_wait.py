@@ -1,6 +1,7 @@
 """What a client is told while its request waits for the session's turn, and when the request is refused instead."""
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import openai
@@ -39,6 +40,11 @@ def test_a_stream_that_waits_says_for_how_long(engine, base, path):
     body = {name: value for name, value in body.items() if (name == "input") <= (path == "/v1/responses")}
     body = {name: value for name, value in body.items() if (name == "prompt") <= (path == "/v1/completions")}
     assert streamed(base, engine, path, body, **NAMED)["x-chairlift-expected-wait"] == "42"
+
+
+def test_a_stream_whose_session_is_known_by_its_prompt_says_so_too(engine, base):
+    engine.config = replace(engine.config, session_turns="all")
+    assert streamed(base, engine, "/v1/chat/completions", HELD)["x-chairlift-expected-wait"] == "42"
 
 
 def test_other_streams_say_nothing(engine, base):

@@ -74,7 +74,9 @@ class Generation:
         scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
         scheduling = replace(scheduling, user_turn_end=user_turn_end)
         self._scheduling = self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
-        self._max_wait = None if self._session is None else preferred_wait(request.headers)
+        # Without a name too, a request may be found to continue a session, and wait for its turn.
+        self._takes_turns = self._session is not None or self._model.engine.config.session_turns == "all"
+        self._max_wait = preferred_wait(request.headers) if self._takes_turns else None
         self._reader: Reader = request.state.reader
         self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
@@ -135,7 +137,7 @@ class Generation:
 
     async def wait_headers(self) -> dict[str, str]:
         """Returns the headers of a stream without a first event: how long it is expected to wait for its session's turn, if it does."""
-        if self._session is None:
+        if not self._takes_turns:
             return {}
         seconds = await expected_wait(self._model.engine, self._engine_ids[0])
         return {} if seconds is None else {HEADER: str(max(1, math.ceil(seconds)))}
