@@ -6,6 +6,9 @@ use super::super::state_pool::{End, Run, SaveKind, StateSlot};
 use super::{Cached, Kv, SeqBlocks};
 use crate::request::Token;
 
+/// Tokens of a prompt that begin its answer, at most: those of the role, and an opening or an empty thought.
+const ANSWER_BEGINNING: u32 = 12;
+
 /// A sequence's recurrent state. Only [`Kv`] changes it.
 #[derive(Debug, Default)]
 pub(super) struct SeqState {
@@ -242,15 +245,17 @@ impl Kv {
     }
 
     /// Has a sequence that begins to run save its state at the last full block before the token `turn`, if there is one, and at that before
-    /// its last token, as far as its conversation may have as many states. One that resumes a conversation saves none where the cached
-    /// blocks end, because the next turn finds the later ones.
+    /// its last token, as far as its conversation may have as many states. If more than the beginning of an answer follows the user's turn,
+    /// the latter is that before the answer, which the next prompt may begin in another way. A sequence that resumes a conversation saves
+    /// none where the cached blocks end, because the next turn finds the later ones.
     fn want_turns(&self, state: &mut SeqState, (computed, len): (u32, u32), turn: Option<u32>, resumes: bool) {
         let whole = |tokens: u32| tokens.min(len - 1) / self.block_size * self.block_size;
+        let end = if turn.is_some_and(|turn| turn + ANSWER_BEGINNING < len) { len.saturating_sub(ANSWER_BEGINNING) } else { len };
         let most = self.states.most(len);
         if resumes && most < usize::MAX {
             state.wanted.clear();
         }
-        let mut turns: Vec<_> = turn.map(whole).into_iter().chain([whole(len)]).filter(|&position| position > computed).collect();
+        let mut turns: Vec<_> = turn.map(whole).into_iter().chain([whole(end)]).filter(|&position| position > computed).collect();
         turns.dedup();
         turns.truncate(most);
         state.wanted.retain(|(position, _)| !turns.contains(position));
