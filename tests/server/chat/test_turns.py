@@ -10,6 +10,7 @@ import pytest
 from caching_engine import CachingEngine, PairTokenizer
 from fake_async_engine import MODEL, serving
 
+from chairlift.chat_template import ChatTemplate
 from chairlift.scheduling import BACKGROUND
 from chairlift.server.chat.turn_difference import PromptOfTurn, cache_miss
 from chairlift.server.model import ServedModel
@@ -475,9 +476,12 @@ def test_another_tenants_turns_are_not_found(keyed):
     assert "cache_miss" not in explained(http, answer, **as_("sk-2"))
 
 
-def test_the_engine_learns_where_the_users_turn_ends_before_calls_of_tools(served):
-    # A template may drop their thinking when the user goes on, and a model with recurrent layers begins only where it saved a state.
+@pytest.mark.parametrize("source", ["{{ messages }}{{ tools }}<tool_call></think>", "{{ messages }}"])
+def test_the_engine_learns_where_the_users_turn_ends_before_calls_of_tools(served, monkeypatch, source):
+    # A template may drop their thinking when the user goes on, and a model with recurrent layers begins only where it saved a state. One
+    # without a place for tools has their results in messages of the user.
     engine, http, _ = served
+    monkeypatch.setattr(engine.tokenizer, "template", ChatTemplate({"default": source}, {}))
     for recurrent in (True, False):
         engine.answers, engine.cached = [FIRST, SECOND], {}
         engine.describe(recurrent=recurrent)

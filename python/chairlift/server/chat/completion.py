@@ -200,27 +200,21 @@ async def _render_prompt(
         rendered = turn.tokens
     tokens = body.truncate(rendered, model.engine.info.max_model_len)
     continued = conversation[-1] if body.continue_final_message else None
-    turn_end = await _user_turn_end(request, model, body, conversation, variables, tokens) if len(tokens) == len(rendered) else None
+    turn_end = await _user_turn_end(request, model, body, tool_spec, tokens) if len(tokens) == len(rendered) else None
     return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued), turn, turn_end)
 
 
-async def _user_turn_end(
-    request: Request,
-    model: ServedModel,
-    body: ChatRequest,
-    conversation: list[dict[str, Any]],
-    variables: dict[str, Any],
-    tokens: list[int],
-) -> int | None:
+async def _user_turn_end(request: Request, model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, tokens: list[int]) -> int | None:
     """Returns where the user's last turn ends: calls of tools follow it, and templates drop their thinking when the user goes on.
 
     None for a model without recurrent layers, and where the engine finds it itself, because nothing follows.
     """
-    if not model.engine.info.recurrent or (asked := up_to_user(conversation)) is None:
+    if not model.engine.info.recurrent or (asked := up_to_user(body.conversation())) is None:
         return None
-    variables = {**variables, "add_generation_prompt": False, "continue_final_message": False}
     try:
-        beginning = await model.render(request, asked, variables, must_fit=False, kept=body.cache_salt is None)
+        conversation, variables, _ = await asyncio.to_thread(model.chat_model.template_inputs, asked, body.variables(), tool_spec)
+        variables |= {"add_generation_prompt": False, "continue_final_message": False}
+        beginning = await model.render(request, conversation, variables, must_fit=False, kept=body.cache_salt is None)
     except InvalidRequest:  # the template wants more than these messages
         return None
     return user_turn_end(tokens, beginning, model.engine.tokenizer.eos_token_ids)
