@@ -275,6 +275,10 @@ def test_a_session_that_is_closed_is_closed_here_too(upstream, base):
 
 
 def test_a_request_that_the_upstream_refuses_has_no_record(base, tmp_path_factory):
+    def records(request_id):
+        folder = next(path for path in tmp_path_factory.getbasetemp().glob("gate*/usage"))
+        return sum(f'"{request_id}"' in line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines())
+
     def rejected():
         lines = httpx.get(base + "/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if 'reason="upstream"' in line)
@@ -283,8 +287,8 @@ def test_a_request_that_the_upstream_refuses_has_no_record(base, tmp_path_factor
     headers = {"x-request-id": "refused"}
     assert httpx.post(base + "/v1/chat/completions", json=chat("refuse"), headers=headers).status_code == 418
     wait_until(lambda: rejected() == before + 1)
-    folder = next(path for path in tmp_path_factory.getbasetemp().glob("gate*/usage"))
-    assert "refused" not in "".join(file.read_text() for file in folder.glob("*.jsonl"))
+    assert httpx.post(base + "/v1/chat/completions", json=chat("hello"), headers={"x-request-id": "answered"}).status_code == 200
+    assert (records("refused"), records("answered")) == (0, 1)
 
 
 def test_the_time_to_the_first_token_begins_before_the_head_of_the_answer(base):
@@ -316,19 +320,25 @@ def test_an_upstream_that_is_not_ready_is_left_out_until_it_is(tmp_path):
     first, second = Upstream(), Upstream()
     first.start()
     second.start()
+
+    def ask(address, content="hello"):
+        return httpx.post(address + "/v1/chat/completions", json=chat(content))
+
     with gate(first, second, log=tmp_path / "log", routing="round-robin") as address:
+        busy = ask(address, "busy")  # which says nothing of other requests
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+        assert [ask(address).status_code for _ in range(4)] == [200] * 4
+        assert len(first.started) == len(second.started) == 2
         first.ready = False
-        statuses = [httpx.post(address + "/v1/chat/completions", json=chat(f"hello {index}")).status_code for index in range(4)]
-        assert statuses == [200] * 4
-        assert len(second.started) == 4
+        assert [ask(address).status_code for _ in range(4)] == [200] * 4
+        assert len(second.started) == 6
         second.ready = False
-        loading = httpx.post(address + "/v1/chat/completions", json=chat("hello"))
+        loading = ask(address)
         assert (loading.status_code, loading.json()) == (503, {"error": {"message": "Loading model"}})
-        first.ready = second.ready = True
-        wait_until(lambda: (tmp_path / "log").read_text().count("is ready again") == 2)
-        for index in range(2):
-            httpx.post(address + "/v1/chat/completions", json=chat(f"hello {index}"))
-        assert len(first.started) == 1
+        first.ready = True
+        wait_until(lambda: "is ready again" in (tmp_path / "log").read_text())
+        assert [ask(address).status_code for _ in range(4)] == [200] * 4
+        assert len(first.started) == 6
     first.stop()
     second.stop()
 

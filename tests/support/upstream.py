@@ -82,6 +82,8 @@ class Upstream:
             return Response(json.dumps({"error": {"code": 400, "message": repr(error)}}), 400, media_type="application/json; charset=utf-8")
         if not self.ready:
             return Response('{"error":{"message":"Loading model"}}', 503, media_type="application/json")
+        if content == "busy":
+            return Response('{"error":{"message":"the queue is full"}}', 503, {"retry-after": "1"}, "application/json")
         if content == "refuse":
             return Response('{"error":{"message":"no","type":"bad"}}', 418, {"x-reason": "tea"}, "application/json")
         if content == "cut":

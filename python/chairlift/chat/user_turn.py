@@ -15,8 +15,8 @@ def up_to_user(conversation: list[dict[str, Any]]) -> list[dict[str, Any]] | Non
 def user_turn_end(prompt: Sequence[int], beginning: Sequence[int], end_tokens: Container[int]) -> int | None:
     """Returns the number of tokens of `prompt` up to the end of the user's last turn; None if it is not found.
 
-    `beginning` are the tokens of the messages up to that turn. It is the turn's end that both have after as many ends of turns: the
-    tokens of answers may differ, where those that were generated take the place of the rendered ones.
+    `beginning` are the tokens of the messages up to that turn. Both have the same number of end tokens up to there. Tokens between them may
+    differ, because the tokens of generated answers replace rendered ones.
     """
     left = sum(token in end_tokens for token in beginning)
     if left == 0:

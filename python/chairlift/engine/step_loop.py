@@ -231,7 +231,7 @@ class StepLoop:
             self._send(Phase(name, seconds), number)
 
         try:
-            # A first prompt may take longer than the warm-up, but less than the watchdog's STUCK_STEPS times as long.
+            # A first prompt may take longer than the warm-up, but is expected to take less than the watchdog's STUCK_STEPS times as long.
             engine = self._make(EngineConfig(**load.settings), report, load.hash_key)
             self._inbox.put((number, _Loaded(engine, phases.get("warm-up", 0.0))))
         except BaseException as error:

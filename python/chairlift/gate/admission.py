@@ -11,6 +11,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 
+class Outcome(Enum):
+    """What became of a request at an upstream."""
+
+    RUNS = auto()
+    REFUSED = auto()
+    """The client gets an error: that of the upstream, or one that says that it failed."""
+    MOVES = auto()
+    """The upstream failed before the client got anything, and another one gets the request."""
+
+
 @dataclass(slots=True)
 class Admitted:
     """A request that may run."""
@@ -50,8 +61,7 @@ class Admitted:
     """Called when the first event of a streamed answer has come: the upstream has computed the prompt."""
     answer: Answer | None = None
     """What came back; None until something did."""
-    refused: bool = False
-    """Whether the upstream did not run it: its answer is an error, or there is none."""
+    outcome: Outcome = Outcome.RUNS
     answers: int = 1
     """Sequences that the upstream runs for it."""
     id: str = ""
@@ -138,7 +148,8 @@ class _Admission:
     def refused_if_long(self, stream: Stream) -> contextlib.AbstractAsyncContextManager[None]:
         """Within the block the request is refused if it would wait longer for its session's turn than its client wants."""
         try:
-            longest = None if self._session is None else preferred_wait(self._request.headers)
+            takes_turns = self._session is not None or self._model.engine.config.session_turns == "all"
+            longest = preferred_wait(self._request.headers) if takes_turns else None
         except InvalidRequest:
             longest = None  # the header is left to the upstream
         if longest is None:
@@ -173,9 +184,11 @@ class _Admission:
     def ended(self, held: Admitted) -> None:
         """Counts what it used, by the upstream's own numbers where it gives them. A request that the upstream refused used nothing."""
         now, answer, metrics = time.monotonic(), held.answer, self._model.metrics
+        if held.outcome is Outcome.MOVES:
+            return
         if self._session is not None and self._session.final:
             self._service.end_session(self._scheduling.tenant, self._session.name)
-        if held.refused:
+        if held.outcome is Outcome.REFUSED:
             self._service.count_rejected("upstream")
             return
         tokens, usage = (0, None) if answer is None else (answer.num_tokens, answer.usage)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from chairlift.engine.frames import Estimate
 from chairlift.errors import brief
-from chairlift.gate.admission import Admitted, admitted
+from chairlift.gate.admission import Admitted, Outcome, admitted
 from chairlift.gate.answer import Answer, UpstreamUsage
 from chairlift.gate.conversations import Conversations
 from chairlift.gate.estimates import Estimates
@@ -110,12 +110,14 @@ class Gate:
                     with estimates.running(held) if prompt.streamed else contextlib.nullcontext():
                         await self._pass(request, raw, send, held.upstream, held, retries=left > 0)
                 except UpstreamFailed as error:  # nothing was sent to the client
-                    failed, held.refused = error, True
-                    self._unreachable(held.upstream, error)
+                    failed, held.outcome = error, Outcome.MOVES if left > 0 else Outcome.REFUSED
+                    self._leave_out(held.upstream, error)
                     continue
                 if held.answer is not None:
                     estimates.observe(held.answer, held.prompt_tokens, held.cached_tokens)
                     self._keep_turn(request, prompt, held, held.answer.usage)
+                if held.session is not None and held.session.final:
+                    self._conversations.end(request.state.tenant, held.session.name)
                 return
         assert failed is not None  # there is an upstream
         raise failed
@@ -125,20 +127,21 @@ class Gate:
     ) -> None:
         """Sends a request to an upstream and its answer to the client. Raises UpstreamFailed as long as the client has got nothing.
 
-        With `retries` a status of 503 is such a failure: the upstream loads its model, or is about to end.
+        With `retries` a status of 503 is such a failure, if `/health` says the same: the upstream loads its model, or is about to end.
         """
         upstream, scope, begun = self._upstreams[number], request.scope, False
         target = scope["raw_path"].decode("latin-1") + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
         sent = time.monotonic()
         try:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
-                if retries and response.status == 503:
+                if retries and response.status == 503 and not await upstream.is_ready():
                     raise UpstreamFailed(f"the upstream {upstream.url} is not ready (503)")
                 streamed = response.content_type == "text/event-stream"
                 answer = Answer(streamed=streamed, sent=sent)
-                if held is not None:
-                    held.refused = response.status != 200
-                    held.answer = None if held.refused else answer
+                if held is not None and response.status == 200:
+                    held.answer = answer
+                elif held is not None:
+                    held.outcome = Outcome.REFUSED
                 begun = True
                 raw.clear()  # it is not read again
                 await send({"type": "http.response.start", "status": response.status, "headers": _answer_headers(response)})
@@ -164,7 +167,9 @@ class Gate:
             log.warning("%s in the middle of an answer", failure(upstream.url, error))
 
     def _close_session(self, request: Request, raw: bytearray) -> None:
-        """Ends a session of the tenant here too. A body that names none is left to the upstream."""
+        """Ends a session of the tenant here too. A body that names none, or is long, is left to the upstream."""
+        if len(raw) > LARGE:
+            return
         try:
             name = CloseSessionRequest.model_validate_json(bytes(raw)).session_id
         except ValidationError:
@@ -176,10 +181,8 @@ class Gate:
         """Keeps an answered turn of a session for the next one, and explains why it missed the upstream's cache if it did."""
         if held.session is None:
             return
-        turn = request.state.tenant, held.session.name
-        miss = self._conversations.add(*turn, prompt, usage, self._estimates[held.upstream].token_seconds)
-        if held.session.final:
-            self._conversations.end(*turn)
+        tenant, name = request.state.tenant, held.session.name
+        miss = self._conversations.add(tenant, name, prompt, usage, self._estimates[held.upstream].token_seconds)
         if miss is not None:
             service_of(request).turns.add_miss(held.id, request.state.reader, miss)
             self._model.metrics.count_cache_miss(miss)
@@ -190,23 +193,27 @@ class Gate:
         kept = [(name, value) for name, value in headers if name not in dropped]
         return [*kept, (b"x-request-id", request.state.context.request_id.encode()), (VIA, self._name)]
 
-    def _unreachable(self, number: int, failed: UpstreamFailed) -> None:
-        """Gives an upstream no more requests until it can be reached again."""
-        upstream, replicas = self._upstreams[number], self._model.engine.replicas
-        replica = replicas[number]
+    def _leave_out(self, number: int, failed: UpstreamFailed) -> None:
+        """Gives an upstream no more requests until it is ready again, as long as another one is."""
+        upstream = self._upstreams[number]
         if not upstream.healthy:
             return
-        log.warning("%s: it gets no requests until it is ready", failed)
+        log.warning("%s", failed)
         upstream.healthy = False
-        # The last one stays, so that its requests get its error.
-        replica.draining = any(other.ready for other in replicas if other is not replica)
+        self._choose_healthy()
 
         async def probe() -> None:
-            await upstream.wait_until_reachable()
-            replica.draining = False
+            await upstream.wait_until_ready()
+            self._choose_healthy()
             log.info("the upstream %s is ready again", upstream.url)
 
         self._probes[number] = asyncio.create_task(probe())
+
+    def _choose_healthy(self) -> None:
+        """Has requests go to the healthy upstreams. If there is none they go to all, and get their errors."""
+        any_healthy = any(upstream.healthy for upstream in self._upstreams)
+        for replica in self._model.engine.replicas:
+            replica.draining = any_healthy and not self._upstreams[replica.number].healthy
 
 
 def _first_token(held: Admitted, tell: Callable[[], None], estimates: Estimates) -> None:

@@ -26,7 +26,7 @@ An answer may be silent for longer: a long queue and a long prompt take minutes.
 IDLE_SECONDS = 4.0
 """Seconds that an idle connection is kept: fewer than the 5 after which vLLM and llama.cpp close it, perhaps under a new request."""
 PROBE_SECONDS = 2.0
-"""Interval at which an upstream that could not be reached is tried again."""
+"""Interval at which an upstream that was not ready is tried again."""
 DISCOVERY_SECONDS = 10.0
 LONGEST_PAGE = 8 << 20
 """Bytes of a page of metrics or settings that are read."""
@@ -43,7 +43,7 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 
 class UpstreamFailed(ChairliftError):
-    """The upstream could not be reached, or its answer is no HTTP."""
+    """The upstream could not be reached, its answer is no HTTP, or it is not ready."""
 
 
 class Upstream:
@@ -89,15 +89,19 @@ class Upstream:
         url = URL(self.url + target, encoded=True)  # otherwise a/../b would become b, which the gate may treat in another way
         return self._client().request(method, url, headers=sent, data=bytes(body) or None, allow_redirects=False)
 
-    async def wait_until_reachable(self) -> None:
-        """Returns when the upstream answers anything over HTTP but 503, which it does while it loads its model."""
+    async def wait_until_ready(self) -> None:
+        """Returns when the upstream is ready."""
         while not self.healthy:
             await asyncio.sleep(PROBE_SECONDS)
-            try:
-                async with self._client().get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)) as response:
-                    self.healthy = response.status != 503
-            except (aiohttp.ClientError, TimeoutError, OSError):
-                continue
+            self.healthy = await self.is_ready()
+
+    async def is_ready(self) -> bool:
+        """Whether `/health` can be reached and is anything but 503, as it is while a model is loaded."""
+        try:
+            async with self._client().get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)) as response:
+                return response.status != 503
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
 
     async def close(self) -> None:
         """Closes all connections."""

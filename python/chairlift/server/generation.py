@@ -19,6 +19,7 @@ from chairlift.engine.background import cancel
 from chairlift.errors import ChairliftError, DeadlineMissed, InvalidRequest, QueueFull, SequenceDropped, WaitTooLong
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 from chairlift.server.errors import api_error
 from chairlift.server.keys import Reader
 from chairlift.server.model import model_of
@@ -68,12 +69,9 @@ class Generation:
         The only prompt continues `sequence`, if given. See `Scheduling` for `user_turn_end`.
         """
         self._service, self._model = service_of(request), model_of(request)
-        tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
         self._context = request.state.context
         self._session = body.session(self._context.session)
-        scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
-        scheduling = replace(scheduling, user_turn_end=user_turn_end)
-        self._scheduling = self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
+        self._scheduling = replace(self._urgency(request, body), user_turn_end=user_turn_end)
         # Without a name too, a request may be found to continue a session, and wait for its turn.
         self._takes_turns = self._session is not None or self._model.engine.config.session_turns == "all"
         self._max_wait = preferred_wait(request.headers) if self._takes_turns else None
@@ -111,6 +109,12 @@ class Generation:
         if body.energy:
             self.usage.energy = {"joules": None, "method": self._model.engine.info.energy_method}
         self._timing: Timing | None = None
+
+    def _urgency(self, request: Request, body: GenerationRequest) -> Scheduling:
+        """Returns the scheduling parameters of the tenant, its tier, the headers and the body; raises InvalidRequest."""
+        tier = self._service.tiers.choose(body.service_tier, request.state.tenant)
+        scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
+        return self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
 
     def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:
         """Returns the parameters with the prompt's `max_tokens`; raises InvalidRequest.

@@ -71,10 +71,12 @@ class ChatCompletion:
         check_generates(model.engine.info)
         params = await beside(request, body.params, model.default_sampling)
         tool_spec = await beside(request, body.tool_spec)
+        turn_end = None
         try:
             if raw_prompt is None:
                 # With the prompt's log-probabilities all of it is computed, whatever is cached.
                 prompt = await _render_prompt(request, model, body, tool_spec, as_turn=body.prompt_logprobs is None)
+                turn_end = await _user_turn_end(request, model, body, tool_spec, prompt.tokens)
             else:
                 prompt = _RenderedPrompt(await model.encode(request, raw_prompt), Hermes, None)
             show = body.include_reasoning is not False
@@ -91,7 +93,6 @@ class ChatCompletion:
                 ignored = [*ignored, *(f"tools.{type}" for type in left_out)]
             params = replace(params, structured_output=structure)
             check_prompt_logprobs([prompt.tokens], params)
-            turn_end = prompt.user_turn_end
             generation = Generation(request, body, [prompt.tokens], params, kind=kind, prefix=prefix, user_turn_end=turn_end)
         except InvalidRequest as error:
             # The engine's names for what the client sent.
@@ -173,8 +174,6 @@ class _RenderedPrompt:
     reasoning: Reasoning | None
     """None if the model does not reason."""
     turn: CurrentTurn | None = None
-    user_turn_end: int | None = None
-    """Tokens up to the end of the user's last turn, where the engine needs to know it."""
 
 
 async def prompt_of(request: Request, model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
@@ -200,24 +199,23 @@ async def _render_prompt(
         rendered = turn.tokens
     tokens = body.truncate(rendered, model.engine.info.max_model_len)
     continued = conversation[-1] if body.continue_final_message else None
-    turn_end = await _user_turn_end(request, model, body, tool_spec, tokens) if len(tokens) == len(rendered) else None
-    return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued), turn, turn_end)
+    return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued), turn)
 
 
 async def _user_turn_end(request: Request, model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, tokens: list[int]) -> int | None:
     """Returns where the user's last turn ends: calls of tools follow it, and templates drop their thinking when the user goes on.
 
-    None for a model without recurrent layers, and where the engine finds it itself, because nothing follows.
+    None for a model without recurrent layers, for a truncated prompt, and where the engine finds it itself, because nothing follows.
     """
-    if not model.engine.info.recurrent or (asked := up_to_user(body.conversation())) is None:
+    if not model.engine.info.recurrent or body.truncate_prompt_tokens is not None or (asked := up_to_user(body.conversation())) is None:
         return None
     try:
         conversation, variables, _ = await asyncio.to_thread(model.chat_model.template_inputs, asked, body.variables(), tool_spec)
         variables |= {"add_generation_prompt": False, "continue_final_message": False}
-        beginning = await model.render(request, conversation, variables, must_fit=False, kept=body.cache_salt is None)
+        beginning = await model.render(request, conversation, variables, kept=body.cache_salt is None)
     except InvalidRequest:  # the template wants more than these messages
         return None
-    return user_turn_end(tokens, beginning, model.engine.tokenizer.eos_token_ids)
+    return await beside(request, user_turn_end, tokens, beginning, model.engine.tokenizer.eos_token_ids)
 
 
 def _parse_calls(parser_type: type[ToolParser], tool_spec: ToolSpec, text: str) -> list[str | ToolCallDelta]:
