@@ -82,8 +82,9 @@ def lfm2() -> Shape:
     return Shape("lfm2moe", metadata, tensors, f"{layers} of 24")
 
 
-QWEN_INNER, QWEN_VOCABULARY = 32 * 128, 248320
-"""Of the layers with the delta rule, 32 value heads; and the tokens."""
+QWEN_INNER = 32 * 128
+"""Sizes of all value heads of a layer with the delta rule, in Qwen3.5-4B and Qwen3.6-35B-A3B."""
+QWEN_VOCABULARY = 248320
 
 
 def _qwen_mixer(layer: int, hidden: int, heads: tuple[int, int, int]) -> Tensors:
@@ -101,10 +102,8 @@ def _qwen_mixer(layer: int, hidden: int, heads: tuple[int, int, int]) -> Tensors
 def _qwen_metadata(hidden: int, layers: int, heads: tuple[int, int, int]) -> dict[str, Any]:
     metadata = _common(hidden, layers, QWEN_VOCABULARY, heads) | {"attention.head_count_kv": heads[1], "full_attention_interval": 4}
     metadata |= {"rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0]}
-    return metadata | {
-        **{"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16},
-        **{"ssm.time_step_rank": 32, "ssm.inner_size": QWEN_INNER},
-    }
+    metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16}
+    return metadata | {"ssm.time_step_rank": 32, "ssm.inner_size": QWEN_INNER}
 
 
 def qwen() -> Shape:

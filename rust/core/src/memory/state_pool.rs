@@ -164,12 +164,12 @@ impl StatePool {
     /// Keeps the state that an earlier request of a run's conversation saved after the block with this content, where the user's last turn
     /// ends, as long as the conversation may have others.
     pub(super) fn keep_user_turn(&mut self, run: Run, content: Content) {
-        self.touch(content);
         if let Some(slot) = self.find(content)
             && let Use::Saved(saved) = &mut self.slots[slot.0 as usize]
             && (saved.conversation, saved.kind) == (run, SaveKind::Earlier)
         {
             saved.kind = SaveKind::UserTurn;
+            self.touch(content);
         }
     }
 

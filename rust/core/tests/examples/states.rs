@@ -427,7 +427,7 @@ fn calls_tools(calls: u32, state_tokens: u32, returns_thinking: bool) -> (usize,
 #[test]
 fn the_end_of_the_users_turn_is_found_after_calls_of_tools() {
     for returns_thinking in [true, false] {
-        // In float16 and int8: Qwen3.5-4B, LFM2-8B-A1B, Qwen3.6-35B-A3B.
+        // Qwen3.5-4B and LFM2-8B-A1B with KV in float16 and int8, Qwen3.6-35B-A3B in float16.
         for state_tokens in [1610, 3220, 24, 48, 3150] {
             for calls in 0..9 {
                 let found = calls_tools(calls, state_tokens, returns_thinking);

@@ -119,7 +119,7 @@ impl Unit {
 }
 
 /// Number of words that hold a column's 32 codes.
-fn words(bits: CodeBits) -> usize {
+const fn words(bits: CodeBits) -> usize {
     match bits {
         CodeBits::Two => 2,
         CodeBits::Three => 3,
@@ -323,18 +323,18 @@ fn write_words<'a>(
     use CodeBits::{Eight, Five, Four, Six, Three, Two};
     use WordOrder::{Bits, Bytes};
     match (bits, order) {
-        (Two, Bits) => write::<2>(each, width, column, |codes| words_of_bits(Two, codes)),
-        (Three, Bits) => write::<3>(each, width, column, |codes| words_of_bits(Three, codes)),
-        (Four, Bits) => write::<4>(each, width, column, |codes| words_of_bits(Four, codes)),
-        (Five, Bits) => write::<5>(each, width, column, |codes| words_of_bits(Five, codes)),
-        (Six, Bits) => write::<6>(each, width, column, |codes| words_of_bits(Six, codes)),
-        (Eight, Bits) => write::<8>(each, width, column, |codes| words_of_bits(Eight, codes)),
-        (Two, Bytes) => write::<2>(each, width, column, |codes| words_of_bytes(Two, codes)),
-        (Three, Bytes) => write::<3>(each, width, column, |codes| words_of_bytes(Three, codes)),
-        (Four, Bytes) => write::<4>(each, width, column, |codes| words_of_bytes(Four, codes)),
-        (Five, Bytes) => write::<5>(each, width, column, |codes| words_of_bytes(Five, codes)),
-        (Six, Bytes) => write::<6>(each, width, column, |codes| words_of_bytes(Six, codes)),
-        (Eight, Bytes) => write::<8>(each, width, column, |codes| words_of_bytes(Eight, codes)),
+        (Two, Bits) => write::<{ words(Two) }>(each, width, column, |codes| words_of_bits(Two, codes)),
+        (Three, Bits) => write::<{ words(Three) }>(each, width, column, |codes| words_of_bits(Three, codes)),
+        (Four, Bits) => write::<{ words(Four) }>(each, width, column, |codes| words_of_bits(Four, codes)),
+        (Five, Bits) => write::<{ words(Five) }>(each, width, column, |codes| words_of_bits(Five, codes)),
+        (Six, Bits) => write::<{ words(Six) }>(each, width, column, |codes| words_of_bits(Six, codes)),
+        (Eight, Bits) => write::<{ words(Eight) }>(each, width, column, |codes| words_of_bits(Eight, codes)),
+        (Two, Bytes) => write::<{ words(Two) }>(each, width, column, |codes| words_of_bytes(Two, codes)),
+        (Three, Bytes) => write::<{ words(Three) }>(each, width, column, |codes| words_of_bytes(Three, codes)),
+        (Four, Bytes) => write::<{ words(Four) }>(each, width, column, |codes| words_of_bytes(Four, codes)),
+        (Five, Bytes) => write::<{ words(Five) }>(each, width, column, |codes| words_of_bytes(Five, codes)),
+        (Six, Bytes) => write::<{ words(Six) }>(each, width, column, |codes| words_of_bytes(Six, codes)),
+        (Eight, Bytes) => write::<{ words(Eight) }>(each, width, column, |codes| words_of_bytes(Eight, codes)),
     }
 }
 

@@ -207,8 +207,8 @@ impl Kv {
         rejected
     }
 
-    /// Gives a sequence that begins to run, in a model that has states, a slot with the state after its `computed` tokens. It is to save
-    /// its state at the last full block before its last token, and at the last full block before the token `turn`, if there is one.
+    /// Gives a sequence that begins to run, in a model that has states, a slot with the state after its `computed` tokens. Chooses where it
+    /// saves its state, by `len` and the end of the user's turn, and keeps the state at that end if it is saved.
     pub(crate) fn begin_state(
         &mut self,
         blocks: &mut SeqBlocks,
@@ -236,8 +236,8 @@ impl Kv {
         self.want_turns(state, (computed, len), turn, before.is_some());
         let (slot, run) = self.states.begin(before);
         (state.slot, state.run) = (Some(slot), run);
-        let turn_end = turn.map_or(0, |turn| turn.min(len - 1) / self.block_size) as usize;
-        if let Some(&content) = turn_end.checked_sub(1).and_then(|block| state.contents.get(block)) {
+        let turn_blocks = turn.map_or(0, |turn| turn.min(len - 1) / self.block_size) as usize;
+        if let Some(&content) = turn_blocks.checked_sub(1).and_then(|block| state.contents.get(block)) {
             self.states.keep_user_turn(run, content);
         }
         // The only saved state may have been evicted for this sequence.
@@ -250,7 +250,7 @@ impl Kv {
     /// none where the cached blocks end, because the next turn finds the later ones.
     fn want_turns(&self, state: &mut SeqState, (computed, len): (u32, u32), turn: Option<u32>, resumes: bool) {
         let whole = |tokens: u32| tokens.min(len - 1) / self.block_size * self.block_size;
-        let end = if turn.is_some_and(|turn| turn + ANSWER_BEGINNING < len) { len.saturating_sub(ANSWER_BEGINNING) } else { len };
+        let end = if turn.is_some_and(|turn| turn + ANSWER_BEGINNING < len) { len - ANSWER_BEGINNING } else { len };
         let most = self.states.most(len);
         if resumes && most < usize::MAX {
             state.wanted.clear();
