@@ -85,12 +85,13 @@ def test_a_model_with_states_gets_the_slot_of_each_sequence() -> None:
         _core.Scheduler(max_num_seqs=4, state_slots=3)
 
 
-@pytest.mark.parametrize(("given", "saved"), [(None, [8, 16]), (5, [4, 16]), (20, [16])])
+@pytest.mark.parametrize(("given", "saved"), [(None, [8, 16]), (12, [12, 16]), (5, [4]), (20, [16])])
 def test_the_state_is_saved_at_the_end_of_the_users_turn(given: int | None, saved: list[int]) -> None:
     sizes = {"num_kv_blocks": 33, "block_size": BLOCK, "max_num_batched_tokens": MAX_TOKENS, "max_num_seqs": MAX_SEQS}
     core = _core.Scheduler(**sizes, max_model_len=MAX_LEN, state_slots=9, end_tokens=[7, 2])
     step = arrays(state_slots=np.zeros(4, np.int32), state_copies=np.zeros(8, np.int32), state_saves=np.zeros(27, np.int32))
-    # Without a given end, the turn ends with the last end token, after 10 tokens.
+    # Without a given end, the turn ends with the last end token, after 10 tokens. After 5 tokens more than the beginning of an answer
+    # follows, so the state at the prompt's end would be that before its last 12 tokens, which is in the same block.
     prompt = ids(1, 2, 3, 4, 5, 6, 7, 8, 9, 2, *range(11, 20))
     core.add(EngineRequest.of(1, prompt, SamplingParams(max_tokens=4), Scheduling(user_turn_end=given)), 0)
     plan = core.plan(_core.StepBuffers(**step), 0)

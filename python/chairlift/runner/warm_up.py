@@ -45,7 +45,8 @@ def warm_up(runner: ModelRunner, expert_counts: tuple[int, int] = (0, 0)) -> Non
     `expert_counts` are the number of experts of a layer, and of those that a token uses.
     """
     buffers = runner.buffers[0]
-    longest = min(runner.block_size if runner.compiles_kernels else UNCOMPILED, len(buffers.input_ids), runner.max_model_len)
+    wanted = runner.block_size if runner.compiles_kernels else min(runner.block_size, UNCOMPILED)
+    longest = min(wanted, len(buffers.input_ids), runner.max_model_len)
     cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
     if runner.compiles_kernels:
         most = min(len(buffers.input_ids), runner.max_model_len)

@@ -377,6 +377,7 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
             "queue_full": 0,
             "tenant_limit": 0,
             "session_wait": 0,
+            "upstream": 0,
         }
         with pytest.raises(KeyError):
             service.default.metrics.count_rejected("a reason that somebody made up")
