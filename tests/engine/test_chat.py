@@ -7,11 +7,15 @@ import counting_engine
 import pytest
 from counting_engine import CharacterTokenizer
 
+from chairlift.engine.chat import Chat
+from chairlift.engine.chat_options import ChatOptions
 from chairlift.engine.client import AsyncEngine
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.llm import LLM
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import ToolCall
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 ANSWER = """<think>
 It depends on the place.
@@ -52,6 +56,32 @@ def check(text, reasoning, calls):
     assert (text.strip(), reasoning) == ("One moment.", "It depends on the place.")
     assert [(call.name, call.arguments) for call in calls] == [("weather", '{"city": "Ulm"}')]
     assert isinstance(calls[0], ToolCall)
+
+
+class TurnsTokenizer(CharacterTokenizer):
+    """Each message ends with an end token, and a role begins the answer."""
+
+    template = ScriptedTokenizer.template
+
+    def chat(self, messages, *, add_generation_prompt=True, **variables):
+        turns = [token for message in messages for token in (*self.encode(message["content"]), counting_engine.EOS)]
+        return turns + self.encode("role:" if add_generation_prompt else "")
+
+
+def test_the_engine_of_a_recurrent_model_learns_where_the_users_turn_ends():
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }
+    result = {"role": "tool", "tool_call_id": "1", "content": "it says so"}
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does it say?"}]
+    ends = len("Be brief.") + 1 + len("What does it say?") + 1
+    for messages, recurrent, expected in [([*asked, call, result], True, ends), (asked, True, None), ([*asked, call, result], False, None)]:
+        info = EngineInfo(vocab_size=counting_engine.VOCABULARY, recurrent=recurrent)
+        chat = Chat(TurnsTokenizer(), info, messages, SamplingParams(), ChatOptions(None, None, None, True, False))
+        assert chat.scheduling(Scheduling(priority=3)) == Scheduling(priority=3, user_turn_end=expected)
+        assert chat.scheduling(Scheduling(user_turn_end=5)).user_turn_end == 5
 
 
 def test_reasoning_text_and_calls_stand_apart(counting):

@@ -12,6 +12,7 @@ from chairlift.chat.tools.formats import TOOL_PARSERS, parser_for_template
 from chairlift.chat.tools.hermes import Hermes
 from chairlift.chat.tools.parser import ToolParser
 from chairlift.chat.tools.prompted import add_tool_prompt
+from chairlift.chat.user_turn import up_to_user
 from chairlift.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -51,6 +52,18 @@ class ChatModel:
         if not template.uses("tools"):
             return TemplateInputs(add_tool_prompt(conversation, tools), given, Hermes)
         return TemplateInputs(conversation, {**given, "tools": tools} if tools else given, parser_type)
+
+    def inputs_up_to_user(
+        self, conversation: list[dict[str, Any]], variables: Mapping[str, Any], tool_spec: ToolSpec
+    ) -> TemplateInputs | None:
+        """Returns the inputs of the chat template for the messages up to the user's last one; None if there is none, or nothing follows it.
+
+        Raises InvalidRequest.
+        """
+        if (asked := up_to_user(conversation)) is None:
+            return None
+        inputs = self.template_inputs(asked, variables, tool_spec)
+        return inputs._replace(variables=inputs.variables | {"add_generation_prompt": False, "continue_final_message": False})
 
     def reasoning_after(self, prompt: Sequence[int], continued: Mapping[str, Any] | None) -> Reasoning | None:
         """Returns how answers to `prompt`, which continue the message `continued`, contain reasoning; None if they do not."""

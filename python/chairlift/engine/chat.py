@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ from chairlift.chat.answer import AnswerParser, ChoiceBuilder
 from chairlift.chat.answer_format import AnswerFormat, answer_grammar
 from chairlift.chat.functions import Tool, choose
 from chairlift.chat.model import ChatModel
+from chairlift.chat.user_turn import user_turn_end
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
+from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.engine.arguments import Message
@@ -49,6 +52,18 @@ class Chat:
         params = replace(params.for_chat(), structured_output=answer_grammar(self._format, params.structured_output, None, []))
         self.params = replace(params, skip_special_tokens=False) if self._format.control_marks else params
         self._answers: dict[int, tuple[AnswerParser, ChoiceBuilder]] = {}
+        self._user_turn_end: int | None = None
+        if info.recurrent:
+            with suppress(InvalidRequest):  # the template may want more than the messages up to the user's last one
+                if (begun := model.inputs_up_to_user(conversation, _variables(options), spec)) is not None:
+                    beginning = tokenizer.chat(begun.conversation, **begun.variables)
+                    self._user_turn_end = user_turn_end(self.prompt, beginning, tokenizer.eos_token_ids)
+
+    def scheduling(self, given: Scheduling) -> Scheduling:
+        """Returns the scheduling parameters. For a model with recurrent layers they say where the user's last turn ends, if it is known."""
+        if self._user_turn_end is None or given.user_turn_end is not None:
+            return given
+        return replace(given, user_turn_end=self._user_turn_end)
 
     def separate(self, output: RequestOutput) -> RequestOutput:
         """Returns an output, whole or the next increment of its answer, with reasoning and tool calls apart from its text."""

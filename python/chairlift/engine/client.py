@@ -205,6 +205,7 @@ class AsyncEngine(EngineClient):
         options = ChatOptions(tools, tool_choice, chat_template_kwargs, add_generation_prompt, continue_final_message)
         params = sampling(params, sampling_params) or self.default_params()
         chat = await asyncio.to_thread(Chat, self.tokenizer, self.info, messages, params, options)
+        scheduling = chat.scheduling(scheduling or Scheduling())
         async with aclosing(self.generate(chat.prompt, chat.params, scheduling, request_id=request_id)) as outputs:
             async for output in outputs:
                 yield chat.separate(output)

@@ -215,7 +215,9 @@ class LLM:
             with _naming(index):
                 chats.append(self._chat(conversation, one, options))
         prompts, params = [chat.prompt for chat in chats], [chat.params for chat in chats]
-        outputs = self.generate(prompts, params, scheduling=scheduling, progress=progress)
+        given = _one_each("scheduling", Scheduling, scheduling, len(chats))
+        treated = [chat.scheduling(own) for chat, own in zip(chats, given, strict=True)]
+        outputs = self.generate(prompts, params, scheduling=treated, progress=progress)
         return [chat.separate(output) for chat, output in zip(chats, outputs, strict=True)]
 
     def stream_chat(
@@ -235,8 +237,9 @@ class LLM:
         options = ChatOptions(tools, tool_choice, chat_template_kwargs, add_generation_prompt, continue_final_message)
         params = sampling(params, sampling_params)
         (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
+        (own,) = _one_each("scheduling", Scheduling, scheduling, 1)
         chat = self._chat(messages, one, options)
-        return _separated(chat, self.stream(chat.prompt, chat.params, scheduling=scheduling))
+        return _separated(chat, self.stream(chat.prompt, chat.params, scheduling=chat.scheduling(own)))
 
     def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads the LoRA adapter `path`, a directory or a GGUF file, for requests with `SamplingParams(lora=name)`. Needs `enable_lora`.

@@ -21,7 +21,7 @@ from chairlift.chat.reasoning import Reasoning
 from chairlift.chat.tools.argument_types import argument_types
 from chairlift.chat.tools.hermes import Hermes
 from chairlift.chat.tools.parser import ToolCallDelta, ToolParser
-from chairlift.chat.user_turn import up_to_user, user_turn_end
+from chairlift.chat.user_turn import user_turn_end
 from chairlift.engine.validation import check_generates
 from chairlift.errors import ContextExceeded, InvalidRequest, brief
 from chairlift.outputs import RequestOutput, TokenLogprobs
@@ -207,12 +207,13 @@ async def _user_turn_end(request: Request, model: ServedModel, body: ChatRequest
 
     None for a model without recurrent layers, for a truncated prompt, and where the engine finds it itself, because nothing follows.
     """
-    if not model.engine.info.recurrent or body.truncate_prompt_tokens is not None or (asked := up_to_user(body.conversation())) is None:
+    if not model.engine.info.recurrent or body.truncate_prompt_tokens is not None:
         return None
     try:
-        conversation, variables, _ = await asyncio.to_thread(model.chat_model.template_inputs, asked, body.variables(), tool_spec)
-        variables |= {"add_generation_prompt": False, "continue_final_message": False}
-        beginning = await model.render(request, conversation, variables, kept=body.cache_salt is None)
+        inputs = await asyncio.to_thread(model.chat_model.inputs_up_to_user, body.conversation(), body.variables(), tool_spec)
+        if inputs is None:
+            return None
+        beginning = await model.render(request, inputs.conversation, inputs.variables, kept=body.cache_salt is None)
     except InvalidRequest:  # the template wants more than these messages
         return None
     return await beside(request, user_turn_end, tokens, beginning, model.engine.tokenizer.eos_token_ids)
