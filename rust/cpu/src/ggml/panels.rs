@@ -297,7 +297,7 @@ fn write(block: &Unpacked, kind: BlockType, order: CodeOrder, unit: Unit, to: &m
     }
 }
 
-/// Writes codes, 32 at a time, to a column's words. [`places`] gives the location of the bits.
+/// Writes codes, 32 at a time, to a column's words.
 fn write_words<'a>(
     bits: CodeBits,
     order: WordOrder,
@@ -321,20 +321,22 @@ fn write_words<'a>(
         }
     }
     use CodeBits::{Eight, Five, Four, Six, Three, Two};
-    use WordOrder::{Bits, Bytes};
-    match (bits, order) {
-        (Two, Bits) => write::<{ words(Two) }>(each, width, column, |codes| words_of_bits(Two, codes)),
-        (Three, Bits) => write::<{ words(Three) }>(each, width, column, |codes| words_of_bits(Three, codes)),
-        (Four, Bits) => write::<{ words(Four) }>(each, width, column, |codes| words_of_bits(Four, codes)),
-        (Five, Bits) => write::<{ words(Five) }>(each, width, column, |codes| words_of_bits(Five, codes)),
-        (Six, Bits) => write::<{ words(Six) }>(each, width, column, |codes| words_of_bits(Six, codes)),
-        (Eight, Bits) => write::<{ words(Eight) }>(each, width, column, |codes| words_of_bits(Eight, codes)),
-        (Two, Bytes) => write::<{ words(Two) }>(each, width, column, |codes| words_of_bytes(Two, codes)),
-        (Three, Bytes) => write::<{ words(Three) }>(each, width, column, |codes| words_of_bytes(Three, codes)),
-        (Four, Bytes) => write::<{ words(Four) }>(each, width, column, |codes| words_of_bytes(Four, codes)),
-        (Five, Bytes) => write::<{ words(Five) }>(each, width, column, |codes| words_of_bytes(Five, codes)),
-        (Six, Bytes) => write::<{ words(Six) }>(each, width, column, |codes| words_of_bytes(Six, codes)),
-        (Eight, Bytes) => write::<{ words(Eight) }>(each, width, column, |codes| words_of_bytes(Eight, codes)),
+    match bits {
+        Two => write::<{ words(Two) }>(each, width, column, |codes| words_of(Two, order, codes)),
+        Three => write::<{ words(Three) }>(each, width, column, |codes| words_of(Three, order, codes)),
+        Four => write::<{ words(Four) }>(each, width, column, |codes| words_of(Four, order, codes)),
+        Five => write::<{ words(Five) }>(each, width, column, |codes| words_of(Five, order, codes)),
+        Six => write::<{ words(Six) }>(each, width, column, |codes| words_of(Six, order, codes)),
+        Eight => write::<{ words(Eight) }>(each, width, column, |codes| words_of(Eight, order, codes)),
+    }
+}
+
+/// Packs 32 codes into a column's words. [`places`] gives the location of the bits.
+#[inline(always)]
+fn words_of(bits: CodeBits, order: WordOrder, eights: [u64; 4]) -> [u32; 8] {
+    match order {
+        WordOrder::Bits => words_of_bits(bits, eights),
+        WordOrder::Bytes => words_of_bytes(bits, eights),
     }
 }
 
