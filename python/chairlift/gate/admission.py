@@ -28,7 +28,7 @@ from chairlift.scheduling import Scheduling
 from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import Service, service_of
-from chairlift.server.session_wait import preferred_wait, refuse_long_wait
+from chairlift.server.session_wait import preferred_wait, refuse_long_wait, takes_turns
 
 if TYPE_CHECKING:
     from chairlift.engine.stream import Stream
@@ -148,8 +148,7 @@ class _Admission:
     def refused_if_long(self, stream: Stream) -> contextlib.AbstractAsyncContextManager[None]:
         """Within the block the request is refused if it would wait longer for its session's turn than its client wants."""
         try:
-            takes_turns = self._session is not None or self._model.engine.config.session_turns == "all"
-            longest = preferred_wait(self._request.headers) if takes_turns else None
+            longest = preferred_wait(self._request.headers) if takes_turns(self._session, self._model.engine.config) else None
         except InvalidRequest:
             longest = None  # the header is left to the upstream
         if longest is None:

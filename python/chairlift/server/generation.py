@@ -29,7 +29,7 @@ from chairlift.server.registry import Refusal, engine_ids
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.schema.logprobs import MAX_LOGPROBS, max_tokens_with_logprobs
 from chairlift.server.service import service_of
-from chairlift.server.session_wait import HEADER, expected_wait, preferred_wait
+from chairlift.server.session_wait import HEADER, expected_wait, preferred_wait, takes_turns
 from chairlift.server.submission import Submission
 from chairlift.server.usage import Usage, timing_metrics
 
@@ -72,8 +72,7 @@ class Generation:
         self._context = request.state.context
         self._session = body.session(self._context.session)
         self._scheduling = replace(self._urgency(request, body), user_turn_end=user_turn_end)
-        # Without a name too, a request may be found to continue a session, and wait for its turn.
-        self._takes_turns = self._session is not None or self._model.engine.config.session_turns == "all"
+        self._takes_turns = takes_turns(self._session, self._model.engine.config)
         self._max_wait = preferred_wait(request.headers) if self._takes_turns else None
         self._reader: Reader = request.state.reader
         self._asks_for_tier = body.service_tier is not None

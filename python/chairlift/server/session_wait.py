@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from chairlift.errors import EngineDead, InvalidRequest, WaitTooLong
 
 if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
     from chairlift.engine.replicated_engine import ReplicatedEngine
+    from chairlift.server.session_name import SessionName
 
 HEADER = "x-chairlift-expected-wait"
 """The expected wait in whole seconds, in the headers of a stream that waits."""
@@ -25,6 +27,11 @@ ANSWER_SECONDS = 1.0
 """Seconds that the engine has to answer. The headers of a stream do not wait longer for one that hangs."""
 
 _WAIT = re.compile(r"wait\s*=\s*(.*)", re.IGNORECASE)
+
+
+def takes_turns(session: SessionName | None, config: EngineConfig) -> bool:
+    """Whether a request may wait for its session's turn. Without a name too, it may be found to continue a session."""
+    return session is not None or config.session_turns == "all"
 
 
 def preferred_wait(headers: Mapping[str, str]) -> float | None:
