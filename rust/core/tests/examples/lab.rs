@@ -1,7 +1,8 @@
 //! A scheduler on a machine with configured step times.
 
 use chairlift_core::{
-    CacheScope, Config, Load, Outputs, Policy, Preparation, Rejected, Request, Scheduler, SeqId, StepPlan, Time, Timeline, Token,
+    CacheScope, Config, Load, Outputs, Policy, Preparation, Rejected, Request, Scheduler, SeqId, SessionTurns, StepPlan, Time, Timeline,
+    Token,
 };
 use std::collections::{HashMap, HashSet};
 
@@ -55,9 +56,12 @@ pub(crate) struct Lab {
     outputs: Outputs,
 }
 
-/// A configuration with ample limits. Each test reduces the limit it is about.
+/// A configuration with ample limits. Each test reduces the limit it is about. With `SESSION_TURNS=all` sessions are known by their
+/// prompts: what holds for requests without sessions holds then too.
 pub(crate) fn plenty(policy: &'static dyn Policy) -> Config {
-    Config { num_kv_blocks: 4097, max_num_batched_tokens: 1024, max_model_len: 16_384, scheduling_policy: policy, ..Config::default() }
+    let session_turns = std::env::var("SESSION_TURNS").map_or(SessionTurns::Named, |name| SessionTurns::from_name(&name).expect("a name"));
+    let limits = Config { num_kv_blocks: 4097, max_num_batched_tokens: 1024, max_model_len: 16_384, ..Config::default() };
+    Config { scheduling_policy: policy, session_turns, ..limits }
 }
 
 /// A request whose prompt no other request has.
