@@ -25,7 +25,7 @@ from chairlift.gate.estimates import Estimates
 from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import CLOSES_SESSION, GENERATES, is_of_clients, plain
 from chairlift.gate.prompt import Prompt, read_prompt
-from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, passed_on
+from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, fault_of, passed_on
 from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.body import LARGE, read_raw
 from chairlift.server.model import ServedModel
@@ -136,6 +136,8 @@ class Gate:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
                 if retries and response.status == 503 and not await upstream.is_ready():
                     raise UpstreamFailed(f"the upstream {upstream.url} is not ready (503)")
+                if (fault := fault_of(response)) is not None:
+                    raise UpstreamFailed(f"the upstream {upstream.url} failed ({fault})")
                 streamed = response.content_type == "text/event-stream"
                 answer = Answer(streamed=streamed, sent=sent)
                 if held is not None and response.status == 200:

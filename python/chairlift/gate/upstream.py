@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import sys
+from base64 import b64encode
 from typing import Any
 
 import aiohttp
@@ -50,11 +51,15 @@ class Upstream:
     """A server with a base address. `close` it at the end."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`api_key` replaces what clients send as theirs."""
-        self.url = url.rstrip("/")
+        """`api_key`, or else the user and password in `url`, replace what clients send as their key."""
+        parts = URL(url)
+        self.url = str(parts.with_user(None)).rstrip("/")
+        """Without secrets: clients and logs get to see it."""
         self.healthy = True
         """Whether the newest connection could be made, and nothing says that it is not ready."""
-        self._api_key = api_key
+        self._authorization = None if api_key is None else f"Bearer {api_key}"
+        if api_key is None and parts.user is not None:
+            self._authorization = "Basic " + b64encode(f"{parts.user}:{parts.password or ''}".encode()).decode()
         self._session: aiohttp.ClientSession | None = None
 
     async def limits_when_ready(self) -> Limits:
@@ -83,9 +88,9 @@ class Upstream:
         `target` begins with a slash.
         """
         sent = [(name.decode("latin-1"), _text(value)) for name, value in passed_on(headers)]
-        if self._api_key is not None:
+        if self._authorization is not None:
             sent = [(name, value) for name, value in sent if name not in ("authorization", "x-api-key")]
-            sent.append(("authorization", f"Bearer {self._api_key}"))
+            sent.append(("authorization", self._authorization))
         url = URL(self.url + target, encoded=True)  # otherwise a/../b would become b, which the gate may treat in another way
         return self._client().request(method, url, headers=sent, data=bytes(body) or None, allow_redirects=False)
 
@@ -98,9 +103,8 @@ class Upstream:
     async def is_ready(self) -> bool:
         """Whether `/health` can be reached and is anything but 503, as it is while a model is loaded."""
         try:
-            async with self._client().get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)) as response:
-                return response.status != 503
-        except (aiohttp.ClientError, TimeoutError, OSError):
+            return (await self._get("/health"))[0] != 503
+        except UpstreamFailed:
             return False
 
     async def close(self) -> None:
@@ -121,7 +125,7 @@ class Upstream:
 
     async def _get(self, path: str) -> tuple[int, str]:
         """A page's status and text."""
-        headers = {} if self._api_key is None else {"authorization": f"Bearer {self._api_key}"}
+        headers = {} if self._authorization is None else {"authorization": self._authorization}
         try:
             async with self._client().get(
                 self.url + path, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)
@@ -179,7 +183,22 @@ def failure(url: str, error: Exception) -> UpstreamFailed:
     return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})")
 
 
+def fault_of(response: aiohttp.ClientResponse) -> str | None:
+    """What is wrong with the head of an answer that HTTP, or the gate's own server, does not allow; None if nothing is."""
+    if not 200 <= response.status < 600:
+        return f"its answer has the status {response.status}"
+    if any(b"\v" in value or b"\f" in value for _, value in response.raw_headers):
+        return "a header of its answer has a control character"
+    return None
+
+
 def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
+    """Why a request failed, without what was sent or received: that may be secret."""
+    match error:
+        case TimeoutError():
+            return "no answer in time"
+        case aiohttp.ServerDisconnectedError():
+            return "it closed the connection"
+        case aiohttp.ClientResponseError():
+            return f"its answer is not valid HTTP: {error.message.partition(':')[0]}"
     return (str(error) or type(error).__name__)[:200]
