@@ -288,6 +288,7 @@ def test_a_request_that_the_upstream_refuses_has_no_record(base, tmp_path_factor
     assert httpx.post(base + "/v1/chat/completions", json=chat("refuse"), headers=headers).status_code == 418
     wait_until(lambda: rejected() == before + 1)
     assert httpx.post(base + "/v1/chat/completions", json=chat("hello"), headers={"x-request-id": "answered"}).status_code == 200
+    wait_until(lambda: records("answered"))  # it is written after the answer is sent
     assert (records("refused"), records("answered")) == (0, 1)
 
 
@@ -314,48 +315,6 @@ def test_keys_stay_where_they_belong_and_a_gate_may_stand_before_another(upstrea
     assert "of-the-upstream" not in str(response.headers) + response.text
     assert upstream.requests[0][2]["authorization"] == "Bearer of-the-upstream"
     assert "of-the-gate" not in str(upstream.requests[0])
-
-
-def test_an_upstream_that_is_not_ready_is_left_out_until_it_is(tmp_path):
-    first, second = Upstream(), Upstream()
-    first.start()
-    second.start()
-
-    def ask(address, content="hello"):
-        return httpx.post(address + "/v1/chat/completions", json=chat(content))
-
-    with gate(first, second, log=tmp_path / "log", routing="round-robin") as address:
-        busy = ask(address, "busy")  # which says nothing of other requests
-        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
-        assert [ask(address).status_code for _ in range(4)] == [200] * 4
-        assert len(first.started) == len(second.started) == 2
-        first.ready = False
-        assert [ask(address).status_code for _ in range(4)] == [200] * 4
-        assert len(second.started) == 6
-        second.ready = False
-        loading = ask(address)
-        assert (loading.status_code, loading.json()) == (503, {"error": {"message": "Loading model"}})
-        first.ready = True
-        wait_until(lambda: "is ready again" in (tmp_path / "log").read_text())
-        assert [ask(address).status_code for _ in range(4)] == [200] * 4
-        assert len(first.started) == 6
-    first.stop()
-    second.stop()
-
-
-def test_an_upstream_that_is_gone_is_left_out_until_it_is_back(tmp_path):
-    first, second = Upstream(), Upstream()
-    first.start()
-    second.start()
-    with gate(first, second, log=tmp_path / "log", routing="round-robin") as address:
-        first.stop()
-        statuses = [httpx.post(address + "/v1/chat/completions", json=chat(f"hello {index}")).status_code for index in range(4)]
-        assert statuses == [200] * 4
-        assert len(second.started) == 4
-        second.stop()
-        gone = httpx.post(address + "/v1/chat/completions", json=chat("hello"))
-        assert gone.status_code == 502
-        assert gone.json()["error"]["code"] == "upstream_failed"
 
 
 def test_prompts_wait_for_room_in_the_upstreams_kv(tmp_path):

@@ -44,9 +44,10 @@ class Received:
 class Server:
     """A server on a free port. `answer` is called for each request but those of the gate's start; its connection is closed after it."""
 
-    def __init__(self, answer: Callable[[Received], Awaitable[None]], **pages: bytes) -> None:
+    def __init__(self, answer: Callable[[Received], Awaitable[None]]) -> None:
         self.received: list[Received] = []
-        self.pages = {"/metrics": METRICS, **{f"/{name}": page for name, page in pages.items()}}
+        self.ready = True
+        """Otherwise the status of /health is 503."""
         self._answer = answer
         self.port = 0
 
@@ -89,9 +90,11 @@ class Server:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         method, target, _ = first.split(" ")
         request = Received(method, target, headers, body, reader, writer)
-        if method == "GET" and target in self.pages:
-            await request.send("200 OK", self.pages[target], "connection: close")
-        elif method == "GET" and target in ("/health", "/get_server_info", "/props", "/v1/models") and "x-chairlift-gate" not in headers:
+        if method == "GET" and target == "/health":
+            await request.send("200 OK" if self.ready else "503 Service Unavailable", b"", "connection: close")
+        elif method == "GET" and target == "/metrics":
+            await request.send("200 OK", METRICS, "connection: close")
+        elif method == "GET" and "x-chairlift-gate" not in headers:  # the other pages that the gate asks for at its start
             await request.send("404 Not Found", b"", "connection: close")
         else:
             self.received.append(request)

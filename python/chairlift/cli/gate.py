@@ -143,6 +143,7 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
             admin = stack.enter_context(open_path(server.admin_socket, 0o600))
             await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
         await stack.enter_async_context(in_background(gate.tell()))
+        await stack.enter_async_context(in_background(gate.watch()))
         stack.push_async_callback(gate.close)
         return await supervisor.run(listener, asyncio.create_task(_start(engine, began)))
 

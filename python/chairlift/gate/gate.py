@@ -49,7 +49,6 @@ class Gate:
         self._model, self._upstreams, self._estimates, self._keyed = model, upstreams, estimates, keyed
         self._name = secrets.token_hex(8).encode()
         self._told: dict[int, tuple[int, Estimate]] = {}
-        self._probes: dict[int, asyncio.Task[None]] = {}
         self._bodies, self._conversations = HeldBodies(), Conversations()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +73,7 @@ class Gate:
                 else:
                     if request.method == "POST" and path == CLOSES_SESSION:
                         self._close_session(request, raw)
-                    await self._pass(request, raw, send, 0, None)
+                    await self._pass(request, raw, send, self._first_healthy() if is_of_clients(path) else 0, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None
 
@@ -89,10 +88,12 @@ class Gate:
                     replica.engine.tell(estimate)
             await asyncio.sleep(TELL_SECONDS)
 
+    async def watch(self) -> None:
+        """Asks the upstreams whether they are ready, as long as the task runs."""
+        await asyncio.gather(*map(self._watch, range(len(self._upstreams))))
+
     async def close(self) -> None:
         """Closes the connections to the upstreams."""
-        for task in self._probes.values():
-            task.cancel()
         for upstream in self._upstreams:
             await upstream.close()
 
@@ -134,8 +135,8 @@ class Gate:
         sent = time.monotonic()
         try:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
-                if retries and response.status == 503 and not await upstream.is_ready():
-                    raise UpstreamFailed(f"the upstream {upstream.url} is not ready (503)")
+                if retries and response.status == 503:
+                    await upstream.check_ready()
                 if (fault := fault_of(response)) is not None:
                     raise UpstreamFailed(f"the upstream {upstream.url} failed ({fault})")
                 streamed = response.content_type == "text/event-stream"
@@ -195,21 +196,33 @@ class Gate:
         kept = [(name, value) for name, value in headers if name not in dropped]
         return [*kept, (b"x-request-id", request.state.context.request_id.encode()), (VIA, self._name)]
 
+    async def _watch(self, number: int) -> None:
+        upstream = self._upstreams[number]
+        while True:
+            await upstream.until_next_probe()
+            try:
+                await upstream.check_ready()
+            except UpstreamFailed as error:
+                self._leave_out(number, error)
+            else:
+                if not upstream.healthy:
+                    log.info("the upstream %s is ready again", upstream.url)
+                upstream.healthy = upstream.has_cache = True
+                self._choose_healthy()
+
     def _leave_out(self, number: int, failed: UpstreamFailed) -> None:
         """Gives an upstream no more requests until it is ready again, as long as another one is."""
         upstream = self._upstreams[number]
-        if not upstream.healthy:
-            return
-        log.warning("%s", failed)
-        upstream.healthy = False
-        self._choose_healthy()
-
-        async def probe() -> None:
-            await upstream.wait_until_ready()
+        if failed.down and upstream.has_cache:  # it may have ended, and then its cache will be empty
+            upstream.has_cache = False
+            self._model.engine.replicas[number].engine.renew()
+        if upstream.healthy:
+            log.warning("%s", failed)
+            upstream.healthy = False
             self._choose_healthy()
-            log.info("the upstream %s is ready again", upstream.url)
 
-        self._probes[number] = asyncio.create_task(probe())
+    def _first_healthy(self) -> int:
+        return next((number for number, upstream in enumerate(self._upstreams) if upstream.healthy), 0)
 
     def _choose_healthy(self) -> None:
         """Has requests go to the healthy upstreams. If there is none they go to all, and get their errors."""

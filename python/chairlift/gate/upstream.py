@@ -26,8 +26,8 @@ An answer may be silent for longer: a long queue and a long prompt take minutes.
 """
 IDLE_SECONDS = 4.0
 """Seconds that an idle connection is kept: fewer than the 5 after which vLLM and llama.cpp close it, perhaps under a new request."""
-PROBE_SECONDS = 2.0
-"""Interval at which an upstream that was not ready is tried again."""
+PROBE_SECONDS = 5.0
+"""Interval at which an upstream is asked whether it is ready."""
 DISCOVERY_SECONDS = 10.0
 LONGEST_PAGE = 8 << 20
 """Bytes of a page of metrics or settings that are read."""
@@ -46,6 +46,11 @@ RawHeaders = list[tuple[bytes, bytes]]
 class UpstreamFailed(ChairliftError):
     """The upstream could not be reached, its answer is no HTTP, or it is not ready."""
 
+    def __init__(self, message: str, *, down: bool = False) -> None:
+        """`down` if nothing listens there, or the upstream says that it is not ready."""
+        super().__init__(message)
+        self.down = down
+
 
 class Upstream:
     """A server with a base address. `close` it at the end."""
@@ -57,6 +62,8 @@ class Upstream:
         """Without secrets: clients and logs get to see it."""
         self.healthy = True
         """Whether the newest connection could be made, and nothing says that it is not ready."""
+        self.has_cache = True
+        """Whether it has been ready since the gate forgot what it has cached."""
         self._authorization = None if api_key is None else f"Bearer {api_key}"
         if api_key is None and parts.user is not None:
             self._authorization = "Basic " + b64encode(f"{parts.user}:{parts.password or ''}".encode()).decode()
@@ -94,18 +101,14 @@ class Upstream:
         url = URL(self.url + target, encoded=True)  # otherwise a/../b would become b, which the gate may treat in another way
         return self._client().request(method, url, headers=sent, data=bytes(body) or None, allow_redirects=False)
 
-    async def wait_until_ready(self) -> None:
-        """Returns when the upstream is ready."""
-        while not self.healthy:
-            await asyncio.sleep(PROBE_SECONDS)
-            self.healthy = await self.is_ready()
+    async def until_next_probe(self) -> None:
+        """Returns when it is time to ask again whether the upstream is ready."""
+        await asyncio.sleep(PROBE_SECONDS)
 
-    async def is_ready(self) -> bool:
-        """Whether `/health` can be reached and is anything but 503, as it is while a model is loaded."""
-        try:
-            return (await self._get("/health"))[0] != 503
-        except UpstreamFailed:
-            return False
+    async def check_ready(self) -> None:
+        """Raises UpstreamFailed unless `/health` can be reached and is anything but 503, as it is while a model is loaded."""
+        if (await self._get("/health"))[0] == 503:
+            raise UpstreamFailed(f"the upstream {self.url} is not ready (503)", down=True)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -135,7 +138,7 @@ class Upstream:
                     data += more  # one read gives no more than has come
                 return response.status, data.decode("utf-8", "replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})") from None
+            raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})", down=_is_refused(error)) from None
 
     async def _page(self, path: str) -> str:
         """A page's text, empty if the upstream has none."""
@@ -180,7 +183,11 @@ def _text(value: bytes) -> str:
 
 def failure(url: str, error: Exception) -> UpstreamFailed:
     """The error of a request that failed on the way."""
-    return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})")
+    return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})", down=_is_refused(error))
+
+
+def _is_refused(error: Exception) -> bool:
+    return isinstance(error, aiohttp.ClientConnectorError)
 
 
 def fault_of(response: aiohttp.ClientResponse) -> str | None:
