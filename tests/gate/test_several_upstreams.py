@@ -25,8 +25,10 @@ async def until(condition):
 class Chats(Server):
     """Answers chats. One whose content is `wait` is a stream that ends after `go.set()`."""
 
-    def __init__(self):
-        super().__init__(self._chat)
+    def __init__(self, number):
+        super().__init__(self._chat, kv_blocks=512 + number)
+        usage = {"prompt_tokens": 4000, "prompt_tokens_details": {"cached_tokens": number}}
+        self._answer_body = json.dumps({"usage": usage}).encode()
         self.go = asyncio.Event()
 
     async def _chat(self, request):
@@ -41,7 +43,7 @@ class Chats(Server):
             await request.send_raw(b"data: [DONE]\n\n")
         else:
             await asyncio.sleep(0.01)
-            await request.send("200 OK", b"{}")
+            await request.send("200 OK", self._answer_body)
 
 
 class Client:
@@ -67,7 +69,7 @@ def run(test, *, servers=2, routing="round-robin"):
     """Runs a test with a client of a gate before some servers."""
 
     async def main():
-        upstreams = [Chats() for _ in range(servers)]
+        upstreams = [Chats(number) for number in range(servers)]
         async with contextlib.AsyncExitStack() as stack:
             stops = [await stack.enter_async_context(contextlib.AsyncExitStack()) for _ in upstreams]
             for upstream, stop in zip(upstreams, stops, strict=True):
@@ -183,3 +185,18 @@ def test_an_upstream_that_was_down_is_believed_to_have_nothing_cached(caplog, mo
             assert (await found())[0] == 0
 
     run(test, servers=servers)
+
+
+def test_what_an_upstream_reports_to_have_found_counts_for_that_upstream(monkeypatch):
+    seen = set()
+
+    def observe(estimates, answer, prompt, cached):
+        seen.add((estimates.frame().blocks, answer.usage.cached))
+
+    monkeypatch.setattr("chairlift.gate.estimates.Estimates.observe", observe)
+
+    async def test(client, *upstreams):
+        assert await client.chats(4) == [200] * 4
+
+    run(test, servers=3)
+    assert seen == {(512, 0), (513, 1), (514, 2)}

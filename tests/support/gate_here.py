@@ -15,7 +15,7 @@ from chairlift.cli.main import build_parser
 from chairlift.config import EngineConfig
 from chairlift.server.config import ServerConfig
 
-METRICS = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="512"} 1\n'
+METRICS = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="%d"} 1\n'
 
 
 @dataclass
@@ -44,11 +44,11 @@ class Received:
 class Server:
     """A server on a free port. `answer` is called for each request but those of the gate's start; its connection is closed after it."""
 
-    def __init__(self, answer: Callable[[Received], Awaitable[None]]) -> None:
+    def __init__(self, answer: Callable[[Received], Awaitable[None]], *, kv_blocks: int = 512) -> None:
         self.received: list[Received] = []
         self.ready = True
         """Otherwise the status of /health is 503."""
-        self._answer = answer
+        self._answer, self._kv_blocks = answer, kv_blocks
         self.port = 0
 
     @property
@@ -93,7 +93,7 @@ class Server:
         if method == "GET" and target == "/health":
             await request.send("200 OK" if self.ready else "503 Service Unavailable", b"", "connection: close")
         elif method == "GET" and target == "/metrics":
-            await request.send("200 OK", METRICS, "connection: close")
+            await request.send("200 OK", METRICS % self._kv_blocks, "connection: close")
         elif method == "GET" and "x-chairlift-gate" not in headers:  # the other pages that the gate asks for at its start
             await request.send("404 Not Found", b"", "connection: close")
         else:
