@@ -186,6 +186,20 @@ def test_a_gate_behind_itself_answers_and_a_gate_behind_another_passes():
     asyncio.run(main())
 
 
+def test_a_websocket_is_refused():
+    async def answer(request):
+        await request.send("200 OK", b"{}")
+
+    async def main():
+        async with behind(answer) as (server, base, client):
+            headers = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "AA=="}
+            return await client.get(base + "/v1/realtime", headers=headers), server.received
+
+    refused, received = asyncio.run(main())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (501, "websocket_unsupported")
+    assert not received
+
+
 def test_secrets_of_the_upstream_reach_no_client_and_no_other_server(caplog):
     async def answer(request):
         if request.target == "/redirect":

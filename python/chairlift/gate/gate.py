@@ -56,6 +56,8 @@ class Gate:
         request = Request(scope, receive)
         if (VIA, self._name) in scope["headers"]:
             raise ApiError(508, "this gate is its own upstream: check --upstream", code="loop")
+        if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
+            raise ApiError(501, "the gate passes no WebSockets on: connect to the upstream itself", code="websocket_unsupported")
         if not scope["raw_path"].startswith(b"/"):  # after the upstream's address, %2F@host would name another server
             raise ApiError(400, "the path must begin with a slash that is not encoded", code="invalid_http")
         path = plain(scope["path"])
