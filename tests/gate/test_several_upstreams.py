@@ -65,7 +65,7 @@ class Client:
         return (await self._http.get(f"{self.base}/v1/requests/{name}/explain")).json()["sequences"][0]
 
 
-def run(test, *, servers=2, routing="round-robin"):
+def run(test, *, servers=2, routing="round-robin", **settings):
     """Runs a test with a client of a gate before some servers."""
 
     async def main():
@@ -75,7 +75,7 @@ def run(test, *, servers=2, routing="round-robin"):
             for upstream, stop in zip(upstreams, stops, strict=True):
                 await stop.enter_async_context(upstream.running())
                 upstream.stop = stop.aclose
-            base = await stack.enter_async_context(gate_here(*(one.url for one in upstreams), routing=routing))
+            base = await stack.enter_async_context(gate_here(*(one.url for one in upstreams), routing=routing, **settings))
             await test(Client(base), *upstreams)
 
     asyncio.run(main())
@@ -153,6 +153,33 @@ def test_requests_of_an_upstream_that_drains_end_there_and_its_sessions_go_on_el
         assert (await running).text.endswith("data: [DONE]\n\n")
 
     run(test, routing="predicted")
+
+
+def test_an_upstream_that_the_operator_takes_out_gets_no_requests_until_it_is_back(tmp_path):
+    async def test(client, first, second):
+        async def ask(method, path, **body):
+            return await admin.request(method, f"http://admin{path}", json=body)
+
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(tmp_path / "admin"))) as admin:
+            running = asyncio.create_task(client.chat("wait"))
+            await until(lambda: first.chats or second.chats)
+            drained, other = (first, second) if first.chats else (second, first)
+            answer = (await ask("POST", "/upstreams/drain", upstream=drained.url)).json()
+            states = {one["url"]: (one["state"], one["sequences"]) for one in answer["upstreams"]}
+            assert states == {drained.url: ("drained", 1), other.url: ("ready", 0)}
+            await asyncio.sleep(0.1)  # its health changes nothing
+            assert await client.chats(4) == [200] * 4
+            assert (len(drained.chats), len(other.chats)) == (1, 4)
+            drained.go.set()
+            assert (await running).text.endswith("data: [DONE]\n\n")
+            await ask("POST", "/upstreams/resume", upstream=drained.url)
+            assert {one["state"] for one in (await ask("GET", "/upstreams")).json()["upstreams"]} == {"ready"}
+            assert await client.chats(4) == [200] * 4
+            assert len(drained.chats) == 3
+            assert (await ask("POST", "/upstreams/drain", upstream="http://unknown")).status_code == 404
+            assert (await ask("POST", "/upstreams/drain")).status_code == 400
+
+    run(test, admin_socket=str(tmp_path / "admin"))
 
 
 @pytest.mark.parametrize("servers", [1, 2])

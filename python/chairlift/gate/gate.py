@@ -75,7 +75,7 @@ class Gate:
                 else:
                     if request.method == "POST" and path == CLOSES_SESSION:
                         self._close_session(request, raw)
-                    await self._pass(request, raw, send, self._first_healthy() if is_of_clients(path) else 0, None)
+                    await self._pass(request, raw, send, self._first_usable() if is_of_clients(path) else 0, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None
 
@@ -93,6 +93,26 @@ class Gate:
     async def watch(self) -> None:
         """Asks the upstreams whether they are ready, as long as the task runs."""
         await asyncio.gather(*map(self._watch, range(len(self._upstreams))))
+
+    def drain(self, url: str, *, drained: bool) -> None:
+        """Takes an upstream out, so that it gets no new requests as long as another one is usable, or back in. Raises ApiError 404."""
+        upstream = next((one for one in self._upstreams if one.url == url.rstrip("/")), None)
+        if upstream is None:
+            raise ApiError(404, f"no upstream is {brief(url)}: GET /upstreams lists them", param="upstream", code="upstream_not_found")
+        upstream.drained = drained
+        self._choose_usable()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The upstreams, for the operator: address, state, and the sequences that run or wait there."""
+        replicas = self._model.engine.replicas
+        return [
+            {
+                "url": one.url,
+                "state": "drained" if one.drained else "ready" if one.healthy else "down",
+                "sequences": replica.engine.open_sequences,
+            }
+            for one, replica in zip(self._upstreams, replicas, strict=True)
+        ]
 
     async def close(self) -> None:
         """Closes the connections to the upstreams."""
@@ -210,7 +230,7 @@ class Gate:
                 if not upstream.healthy:
                     log.info("the upstream %s is ready again", upstream.url)
                 upstream.healthy = upstream.has_cache = True
-                self._choose_healthy()
+                self._choose_usable()
 
     def _leave_out(self, number: int, failed: UpstreamFailed) -> None:
         """Gives an upstream no more requests until it is ready again, as long as another one is."""
@@ -221,16 +241,16 @@ class Gate:
         if upstream.healthy:
             log.warning("%s", failed)
             upstream.healthy = False
-            self._choose_healthy()
+            self._choose_usable()
 
-    def _first_healthy(self) -> int:
-        return next((number for number, upstream in enumerate(self._upstreams) if upstream.healthy), 0)
+    def _first_usable(self) -> int:
+        return next((number for number, upstream in enumerate(self._upstreams) if upstream.usable), 0)
 
-    def _choose_healthy(self) -> None:
-        """Has requests go to the healthy upstreams. If there is none they go to all, and get their errors."""
-        any_healthy = any(upstream.healthy for upstream in self._upstreams)
+    def _choose_usable(self) -> None:
+        """Has requests go to the usable upstreams. If there is none they go to all, and get their errors."""
+        any_usable = any(upstream.usable for upstream in self._upstreams)
         for replica in self._model.engine.replicas:
-            replica.draining = any_healthy and not self._upstreams[replica.number].healthy
+            replica.draining = any_usable and not self._upstreams[replica.number].usable
 
 
 def _first_token(held: Admitted, tell: Callable[[], None], estimates: Estimates) -> None:

@@ -62,12 +62,19 @@ class Upstream:
         """Without secrets: clients and logs get to see it."""
         self.healthy = True
         """Whether the newest connection could be made, and nothing says that it is not ready."""
+        self.drained = False
+        """Whether the operator has taken it out."""
         self.has_cache = True
         """Whether it has been ready since the gate forgot what it has cached."""
         self._authorization = None if api_key is None else f"Bearer {api_key}"
         if api_key is None and parts.user is not None:
             self._authorization = "Basic " + b64encode(f"{parts.user}:{parts.password or ''}".encode()).decode()
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it gets new requests."""
+        return self.healthy and not self.drained
 
     async def limits_when_ready(self) -> Limits:
         """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift report them. Raises UpstreamFailed if the upstream is unreachable.
