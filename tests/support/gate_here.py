@@ -125,6 +125,16 @@ async def gate_here(*upstreams: str, **settings: str) -> AsyncIterator[str]:
             gc.unfreeze()
 
 
+def with_gate(*upstreams: str, test: Callable[[str], None], **settings: str) -> None:
+    """Runs a test in a thread, with the address of a gate in front of the upstreams."""
+
+    async def main() -> None:
+        async with gate_here(*upstreams, **settings) as base:
+            await asyncio.to_thread(test, base)
+
+    asyncio.run(main())
+
+
 async def _until_ready(port: int) -> None:
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
