@@ -216,3 +216,25 @@ def test_a_request_that_does_not_fit_costs_no_more_steps_than_time_passes(engine
         clock.seconds += 0.001
     assert engine.stats().running == 1
     assert steps <= 2.0 / 0.01 + 3
+
+
+def test_the_router_is_told_what_does_not_fit_any_more_where_fewer_tokens_are_found_than_expected(clock, tmp_path, engine):
+    engine = EstimatedEngine(engine.config, hash_key=bytes(16))
+    engine.learn(Estimate(step_us=10_000, token_ns=1_000, blocks=3 * BLOCKS))
+
+    def changes(tag, tokens):
+        """The names that were cached and dropped while a prompt was computed."""
+        add(engine, tag, tokens)
+        names = b"", b""
+        for _ in range(8):
+            clock.seconds += 1.0
+            if (outputs := engine.step()) is not None:
+                names = names[0] + outputs.cached, names[1] + outputs.dropped
+        engine.abort(tag)
+        return [len(one) for one in names]
+
+    assert [changes(tag, 800)[1] for tag in (1, 2, 3)] == [0, 0, 0]
+    engine.learn(Estimate(step_us=10_000, token_ns=1_000, blocks=BLOCKS))
+    cached, dropped = changes(4, 17)
+    assert dropped > 80 * cached > 0
+    engine.close()

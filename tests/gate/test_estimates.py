@@ -136,6 +136,12 @@ def test_usage_of_each_api():
     assert answer_with(b'data: {"usage":{"prompt_tokens":"x"}}\n\n' * 2).num_tokens == 2
 
 
+@pytest.mark.parametrize("prompt", ["-1", "1e400", "true", "null", '"7"', "9" * 400, "9" * 5000, "[" * 10_000, '{"a":' * 3000])
+def test_usage_that_cannot_be_is_none(prompt):
+    assert answer_with(f'{{"usage":{{"completion_tokens":3,"prompt_tokens":{prompt}'.encode(), streamed=False).usage.prompt is None
+    assert answer_with(f'{{"usage":{{"completion_tokens":3,"prompt_tokens":{prompt}}}}}'.encode(), streamed=False).usage.prompt is None
+
+
 def test_an_answer_that_calls_tools_is_known():
     assert answer_with(b'data: {"choices":[{"finish_reason":"tool_calls"}]}\n\ndata: [DONE]\n\n').calls_tools
     assert answer_with(b'data: {"delta":{"stop_reason":"tool_use"}}\n\n').calls_tools

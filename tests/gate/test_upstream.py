@@ -1,10 +1,26 @@
 """What the gate asks an upstream at its start."""
 
 import asyncio
+import re
+from pathlib import Path
 
 from aiohttp import web
 
 from chairlift.gate.upstream import Upstream
+from chairlift.sim.devices import device
+from chairlift.sim.steps import Load
+
+PAGE = Path(__file__).parents[2] / "docs/gate.md"
+
+
+def test_the_upstream_on_the_page_can_be_planned_for(tmp_path):
+    (text,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    file = tmp_path / "upstream.json"
+    file.write_text(text)
+    profile = device(str(file))
+    assert profile.step(Load(0, 1, 1000, 0)) == 20_000
+    assert profile.step(Load(2048, 0, 0, 0)) == 430_000
+    assert profile.sizes["num_kv_blocks"] == 4097
 
 
 def test_limits_are_found_on_pages_that_come_in_parts():

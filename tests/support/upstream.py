@@ -35,14 +35,12 @@ class Upstream:
         self.cancelled: list[str] = []
         self.running = self.most = 0
         """Chats that run now, and the most at a time."""
-        self.ready = True
-        """Otherwise chats and /health have the status 503."""
         self.go = threading.Semaphore(0)
         """Each chat whose content begins with `wait` ends after an `acquire`."""
         routes = [
             Route("/metrics", lambda request: PlainTextResponse(METRICS)),
             Route("/v1/models", lambda request: Response('{"data":[{"id":"m","max_model_len":4096}]}', media_type="application/json")),
-            Route("/health", lambda request: Response(status_code=200 if self.ready else 503)),
+            Route("/health", lambda request: Response()),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/redirect", lambda request: RedirectResponse("/elsewhere", 307), methods=ANY),
             Route("/gzip", self._gzip),
@@ -80,10 +78,6 @@ class Upstream:
             content = str(body["messages"][-1]["content"])
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             return Response(json.dumps({"error": {"code": 400, "message": repr(error)}}), 400, media_type="application/json; charset=utf-8")
-        if not self.ready:
-            return Response('{"error":{"message":"Loading model"}}', 503, media_type="application/json")
-        if content == "busy":
-            return Response('{"error":{"message":"the queue is full"}}', 503, {"retry-after": "1"}, "application/json")
         if content == "refuse":
             return Response('{"error":{"message":"no","type":"bad"}}', 418, {"x-reason": "tea"}, "application/json")
         if content == "cut":

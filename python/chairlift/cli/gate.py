@@ -108,7 +108,7 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
     from chairlift.engine.estimated_engine import EstimatedEngine
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.same_process import SameProcess
-    from chairlift.gate.app import gate_routes
+    from chairlift.gate.app import admin_routes, gate_routes
     from chairlift.gate.estimates import Estimates
     from chairlift.gate.gate import Gate
     from chairlift.gate.model_files import write_model_files
@@ -141,8 +141,9 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
             await stack.enter_async_context(process)
         if server.admin_socket is not None:
             admin = stack.enter_context(open_path(server.admin_socket, 0o600))
-            await stack.enter_async_context(serve_admin(admin, supervisor.admin()))
+            await stack.enter_async_context(serve_admin(admin, supervisor.admin(admin_routes(gate))))
         await stack.enter_async_context(in_background(gate.tell()))
+        await stack.enter_async_context(in_background(gate.watch()))
         stack.push_async_callback(gate.close)
         return await supervisor.run(listener, asyncio.create_task(_start(engine, began)))
 

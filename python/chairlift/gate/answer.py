@@ -12,6 +12,9 @@ from typing import Any
 KEPT = 1 << 14
 """Bytes of an answer's beginning and of its end in which usage is looked for."""
 
+MAX_COUNT = 1 << 40
+"""Tokens above which a count is wrong."""
+
 _CALLS_TOOLS = re.compile(rb'"(?:finish|stop)_reason": ?"(?:tool_calls|tool_use|function_call)"')
 
 _decode = json.JSONDecoder().raw_decode
@@ -99,7 +102,7 @@ def _usage(text: str) -> dict[str, Any]:
         if colon >= 0 and text[at + len('"usage"') : colon].strip() == ":":
             try:
                 usage = _decode(text, colon)[0]
-            except ValueError:
+            except (ValueError, RecursionError):
                 usage = None
             if isinstance(usage, dict):
                 return usage
@@ -123,4 +126,4 @@ def _inner(found: dict[str, Any], *names: str) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < MAX_COUNT else None

@@ -25,7 +25,7 @@ from chairlift.gate.estimates import Estimates
 from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import CLOSES_SESSION, GENERATES, is_of_clients, plain
 from chairlift.gate.prompt import Prompt, read_prompt
-from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, passed_on
+from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, fault_of, passed_on
 from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.body import LARGE, read_raw
 from chairlift.server.model import ServedModel
@@ -49,7 +49,6 @@ class Gate:
         self._model, self._upstreams, self._estimates, self._keyed = model, upstreams, estimates, keyed
         self._name = secrets.token_hex(8).encode()
         self._told: dict[int, tuple[int, Estimate]] = {}
-        self._probes: dict[int, asyncio.Task[None]] = {}
         self._bodies, self._conversations = HeldBodies(), Conversations()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,6 +56,8 @@ class Gate:
         request = Request(scope, receive)
         if (VIA, self._name) in scope["headers"]:
             raise ApiError(508, "this gate is its own upstream: check --upstream", code="loop")
+        if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
+            raise ApiError(501, "the gate passes no WebSockets on: connect to the upstream itself", code="websocket_unsupported")
         if not scope["raw_path"].startswith(b"/"):  # after the upstream's address, %2F@host would name another server
             raise ApiError(400, "the path must begin with a slash that is not encoded", code="invalid_http")
         path = plain(scope["path"])
@@ -74,7 +75,7 @@ class Gate:
                 else:
                     if request.method == "POST" and path == CLOSES_SESSION:
                         self._close_session(request, raw)
-                    await self._pass(request, raw, send, 0, None)
+                    await self._pass(request, raw, send, self._first_usable() if is_of_clients(path) else 0, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None
 
@@ -89,10 +90,32 @@ class Gate:
                     replica.engine.tell(estimate)
             await asyncio.sleep(TELL_SECONDS)
 
+    async def watch(self) -> None:
+        """Asks the upstreams whether they are ready, as long as the task runs."""
+        await asyncio.gather(*map(self._watch, range(len(self._upstreams))))
+
+    def drain(self, url: str, *, drained: bool) -> None:
+        """Takes an upstream out, so that it gets no new requests as long as another one is usable, or back in. Raises ApiError 404."""
+        upstream = next((one for one in self._upstreams if one.url == url.rstrip("/")), None)
+        if upstream is None:
+            raise ApiError(404, f"no upstream is {brief(url)}: GET /upstreams lists them", param="upstream", code="upstream_not_found")
+        upstream.drained = drained
+        self._choose_usable()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The upstreams, for the operator: address, state, and the sequences that run or wait there."""
+        replicas = self._model.engine.replicas
+        return [
+            {
+                "url": one.url,
+                "state": "drained" if one.drained else "ready" if one.healthy else "down",
+                "sequences": replica.engine.open_sequences,
+            }
+            for one, replica in zip(self._upstreams, replicas, strict=True)
+        ]
+
     async def close(self) -> None:
         """Closes the connections to the upstreams."""
-        for task in self._probes.values():
-            task.cancel()
         for upstream in self._upstreams:
             await upstream.close()
 
@@ -134,8 +157,10 @@ class Gate:
         sent = time.monotonic()
         try:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
-                if retries and response.status == 503 and not await upstream.is_ready():
-                    raise UpstreamFailed(f"the upstream {upstream.url} is not ready (503)")
+                if retries and response.status == 503:
+                    await upstream.check_ready()
+                if (fault := fault_of(response)) is not None:
+                    raise UpstreamFailed(f"the upstream {upstream.url} failed ({fault})")
                 streamed = response.content_type == "text/event-stream"
                 answer = Answer(streamed=streamed, sent=sent)
                 if held is not None and response.status == 200:
@@ -193,27 +218,39 @@ class Gate:
         kept = [(name, value) for name, value in headers if name not in dropped]
         return [*kept, (b"x-request-id", request.state.context.request_id.encode()), (VIA, self._name)]
 
+    async def _watch(self, number: int) -> None:
+        upstream = self._upstreams[number]
+        while True:
+            await upstream.until_next_probe()
+            try:
+                await upstream.check_ready()
+            except UpstreamFailed as error:
+                self._leave_out(number, error)
+            else:
+                if not upstream.healthy:
+                    log.info("the upstream %s is ready again", upstream.url)
+                upstream.healthy = upstream.has_cache = True
+                self._choose_usable()
+
     def _leave_out(self, number: int, failed: UpstreamFailed) -> None:
         """Gives an upstream no more requests until it is ready again, as long as another one is."""
         upstream = self._upstreams[number]
-        if not upstream.healthy:
-            return
-        log.warning("%s", failed)
-        upstream.healthy = False
-        self._choose_healthy()
+        if failed.down and upstream.has_cache:  # it may have ended, and then its cache will be empty
+            upstream.has_cache = False
+            self._model.engine.replicas[number].engine.renew()
+        if upstream.healthy:
+            log.warning("%s", failed)
+            upstream.healthy = False
+            self._choose_usable()
 
-        async def probe() -> None:
-            await upstream.wait_until_ready()
-            self._choose_healthy()
-            log.info("the upstream %s is ready again", upstream.url)
+    def _first_usable(self) -> int:
+        return next((number for number, upstream in enumerate(self._upstreams) if upstream.usable), 0)
 
-        self._probes[number] = asyncio.create_task(probe())
-
-    def _choose_healthy(self) -> None:
-        """Has requests go to the healthy upstreams. If there is none they go to all, and get their errors."""
-        any_healthy = any(upstream.healthy for upstream in self._upstreams)
+    def _choose_usable(self) -> None:
+        """Has requests go to the usable upstreams. If there is none they go to all, and get their errors."""
+        any_usable = any(upstream.usable for upstream in self._upstreams)
         for replica in self._model.engine.replicas:
-            replica.draining = any_healthy and not self._upstreams[replica.number].healthy
+            replica.draining = any_usable and not self._upstreams[replica.number].usable
 
 
 def _first_token(held: Admitted, tell: Callable[[], None], estimates: Estimates) -> None:

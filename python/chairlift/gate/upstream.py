@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import sys
+from base64 import b64encode
 from typing import Any
 
 import aiohttp
@@ -25,8 +26,8 @@ An answer may be silent for longer: a long queue and a long prompt take minutes.
 """
 IDLE_SECONDS = 4.0
 """Seconds that an idle connection is kept: fewer than the 5 after which vLLM and llama.cpp close it, perhaps under a new request."""
-PROBE_SECONDS = 2.0
-"""Interval at which an upstream that was not ready is tried again."""
+PROBE_SECONDS = 5.0
+"""Interval at which an upstream is asked whether it is ready."""
 DISCOVERY_SECONDS = 10.0
 LONGEST_PAGE = 8 << 20
 """Bytes of a page of metrics or settings that are read."""
@@ -45,17 +46,35 @@ RawHeaders = list[tuple[bytes, bytes]]
 class UpstreamFailed(ChairliftError):
     """The upstream could not be reached, its answer is no HTTP, or it is not ready."""
 
+    def __init__(self, message: str, *, down: bool = False) -> None:
+        """`down` if nothing listens there, or the upstream says that it is not ready."""
+        super().__init__(message)
+        self.down = down
+
 
 class Upstream:
     """A server with a base address. `close` it at the end."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`api_key` replaces what clients send as theirs."""
-        self.url = url.rstrip("/")
+        """`api_key`, or else the user and password in `url`, replace what clients send as their key."""
+        parts = URL(url)
+        self.url = str(parts.with_user(None)).rstrip("/")
+        """Without secrets: clients and logs get to see it."""
         self.healthy = True
         """Whether the newest connection could be made, and nothing says that it is not ready."""
-        self._api_key = api_key
+        self.drained = False
+        """Whether the operator has taken it out."""
+        self.has_cache = True
+        """Whether it has been ready since the gate forgot what it has cached."""
+        self._authorization = None if api_key is None else f"Bearer {api_key}"
+        if api_key is None and parts.user is not None:
+            self._authorization = "Basic " + b64encode(f"{parts.user}:{parts.password or ''}".encode()).decode()
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it gets new requests."""
+        return self.healthy and not self.drained
 
     async def limits_when_ready(self) -> Limits:
         """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift report them. Raises UpstreamFailed if the upstream is unreachable.
@@ -83,25 +102,20 @@ class Upstream:
         `target` begins with a slash.
         """
         sent = [(name.decode("latin-1"), _text(value)) for name, value in passed_on(headers)]
-        if self._api_key is not None:
+        if self._authorization is not None:
             sent = [(name, value) for name, value in sent if name not in ("authorization", "x-api-key")]
-            sent.append(("authorization", f"Bearer {self._api_key}"))
+            sent.append(("authorization", self._authorization))
         url = URL(self.url + target, encoded=True)  # otherwise a/../b would become b, which the gate may treat in another way
         return self._client().request(method, url, headers=sent, data=bytes(body) or None, allow_redirects=False)
 
-    async def wait_until_ready(self) -> None:
-        """Returns when the upstream is ready."""
-        while not self.healthy:
-            await asyncio.sleep(PROBE_SECONDS)
-            self.healthy = await self.is_ready()
+    async def until_next_probe(self) -> None:
+        """Returns when it is time to ask again whether the upstream is ready."""
+        await asyncio.sleep(PROBE_SECONDS)
 
-    async def is_ready(self) -> bool:
-        """Whether `/health` can be reached and is anything but 503, as it is while a model is loaded."""
-        try:
-            async with self._client().get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)) as response:
-                return response.status != 503
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+    async def check_ready(self) -> None:
+        """Raises UpstreamFailed unless `/health` can be reached and is anything but 503, as it is while a model is loaded."""
+        if (await self._get("/health"))[0] == 503:
+            raise UpstreamFailed(f"the upstream {self.url} is not ready (503)", down=True)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -121,7 +135,7 @@ class Upstream:
 
     async def _get(self, path: str) -> tuple[int, str]:
         """A page's status and text."""
-        headers = {} if self._api_key is None else {"authorization": f"Bearer {self._api_key}"}
+        headers = {} if self._authorization is None else {"authorization": self._authorization}
         try:
             async with self._client().get(
                 self.url + path, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)
@@ -131,7 +145,7 @@ class Upstream:
                     data += more  # one read gives no more than has come
                 return response.status, data.decode("utf-8", "replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})") from None
+            raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})", down=_is_refused(error)) from None
 
     async def _page(self, path: str) -> str:
         """A page's text, empty if the upstream has none."""
@@ -176,10 +190,29 @@ def _text(value: bytes) -> str:
 
 def failure(url: str, error: Exception) -> UpstreamFailed:
     """The error of a request that failed on the way."""
-    return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})")
+    return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})", down=_is_refused(error))
+
+
+def _is_refused(error: Exception) -> bool:
+    return isinstance(error, aiohttp.ClientConnectorError)
+
+
+def fault_of(response: aiohttp.ClientResponse) -> str | None:
+    """What is wrong with the head of an answer that HTTP, or the gate's own server, does not allow; None if nothing is."""
+    if not 200 <= response.status < 600:
+        return f"its answer has the status {response.status}"
+    if any(b"\v" in value or b"\f" in value for _, value in response.raw_headers):
+        return "a header of its answer has a control character"
+    return None
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
+    """Why a request failed, without what was sent or received: that may be secret."""
+    match error:
+        case TimeoutError():
+            return "no answer in time"
+        case aiohttp.ServerDisconnectedError():
+            return "it closed the connection"
+        case aiohttp.ClientResponseError():
+            return f"its answer is not valid HTTP: {error.message.partition(':')[0]}"
     return (str(error) or type(error).__name__)[:200]

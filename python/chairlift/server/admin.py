@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -30,10 +30,13 @@ from chairlift.server.service import Service, service_of
 class AdminApp:
     """The ASGI application of the admin socket. Its requests belong to no tenant and are the operator's."""
 
-    def __init__(self, service: Service, drain: Callable[[], None], drain_seconds: float) -> None:
-        """`drain` begins the server's shutdown, as SIGTERM does. An engine's requests get `drain_seconds` to end before it is restarted."""
+    def __init__(self, service: Service, drain: Callable[[], None], drain_seconds: float, more: Sequence[Route] = ()) -> None:
+        """`drain` begins the server's shutdown, as SIGTERM does. An engine's requests get `drain_seconds` to end before it is restarted.
+
+        `more` are routes beside those that all servers have.
+        """
         self._drain, self._drain_seconds = drain, drain_seconds
-        self._app = Starlette(routes=self.routes(), exception_handlers=HANDLERS)
+        self._app = Starlette(routes=[*self.routes(), *more], exception_handlers=HANDLERS)
         self._app.state.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +45,7 @@ class AdminApp:
         await self._app(scope, receive, send)
 
     def routes(self) -> list[Route]:
-        """The routes of the socket."""
+        """The routes that all servers have on the socket."""
         return [
             Route("/metrics", metrics),
             Route("/health", health),

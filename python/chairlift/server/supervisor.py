@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 
 from chairlift.checkpoint.weight_files import weight_bytes
 from chairlift.config import EngineConfig
@@ -115,9 +115,9 @@ class Supervisor:
         self._stop_requested = asyncio.Event()
         self._force_stop = asyncio.Event()
 
-    def admin(self) -> AdminApp:
-        """Returns the application for the admin socket."""
-        return AdminApp(self._service, lambda: self._stop("request on the admin socket"), self._config.shutdown_timeout)
+    def admin(self, more: Sequence[Route] = ()) -> AdminApp:
+        """Returns the application for the admin socket, with `more` routes."""
+        return AdminApp(self._service, lambda: self._stop("request on the admin socket"), self._config.shutdown_timeout, more)
 
     def join(self, process: JoinedProcess, config: EngineConfig) -> None:
         """Adds an engine of another machine to those of the only model, with these settings."""
