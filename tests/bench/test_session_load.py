@@ -80,6 +80,16 @@ def test_subagents_run_side_by_side_and_the_main_thread_waits():
     assert by_length[13] == {"x-session-id": "bench-0-0"}
 
 
+def test_a_session_is_of_its_tenant_and_tier_with_its_subagents():
+    main_thread = [turn(5, 1), turn(9, 2, subagents=range(1, 2)), turn(13, 3)]
+    session = RecordedSession(BLOCK, [main_thread, [turn(6, 1)]], [0, 0, 1, 2], tenant="alice", tier="flex")
+    _, server = run([session, linear(3)])
+    asked = {
+        (body.get("service_tier"), "x-tenant-id: alice\r\n" in body["head"], body["head"].count("x-tenant-id")) for body in server.bodies
+    }
+    assert (len(server.bodies), asked) == (7, {("flex", True, 1), (None, False, 0)})
+
+
 def test_users_run_all_sessions_once():
     replays, server = run([linear(2) for _ in range(7)], users=3)
     assert sorted(replay.session for replay in replays) == list(range(7))

@@ -143,7 +143,8 @@ class _Replay:
                 await load.think(turn)
                 record = Record(0.0, requested_tokens=turn.output_tokens, prompt_tokens=turn.prompt_tokens)
                 self.record.records.append(record)
-                job = Job(turn.prompt_tokens, turn.output_tokens, tuple(self._pieces(turn, f"{number} {index}")))
+                pieces, session = tuple(self._pieces(turn, f"{number} {index}")), self._session
+                job = Job(turn.prompt_tokens, turn.output_tokens, pieces, tenant=session.tenant, tier=session.tier)
                 await load.send(http, self._target.request(http, job, self._headers(number)), record)
                 if not record.ok:
                     return False
