@@ -14,6 +14,7 @@ from chairlift.bench import processes
 from chairlift.bench.client import Target, models
 from chairlift.bench.load import warm_up
 from chairlift.bench.record import Record, Run
+from chairlift.bench.session_alone import Alone, sample
 from chairlift.bench.session_load import SessionLoad, SessionRecord
 from chairlift.bench.sessions import RecordedSession
 from chairlift.bench.workload import Job, random_jobs
@@ -91,13 +92,26 @@ def measure_sessions(
     warmups: int = 1,
     progress: str | None = None,
 ) -> tuple[Run, list[SessionRecord]]:
-    """Warms the server up and lets users run recorded sessions: see `SessionLoad`. Otherwise as `measure`."""
+    """Warms the server up, measures what a session takes alone, and lets users run sessions: see `SessionLoad`. Otherwise as `measure`."""
     with _bar(progress, sum(session.num_requests for session in sessions)) as on_end:
         _warm_up(target, warmups)
-        load = SessionLoad(target, sessions, longest_think, seed, on_end)
+        alone = _measure_alone(target, sample(sessions), seed)
+        load = SessionLoad(target, sessions, longest_think, seed, on_end, alone)
         replays, share = asyncio.run(load.run(users, duration))
     records = sorted((record for replay in replays for record in replay.records), key=lambda record: record.due)
-    return Run(records, cpu_share=share, notes=notes(records, share), interrupted=load.interrupted), replays
+    run = Run(records, cpu_share=share, notes=notes(records, share), interrupted=load.interrupted)
+    if alone is None:
+        run.notes.append("Slowdowns are unknown: a request of the session that was replayed alone failed.")
+    return run, replays
+
+
+def _measure_alone(target: Target, session: RecordedSession, seed: int) -> Alone | None:
+    """The times of requests that are alone on the server, by a replay of a session without its gaps; None if a request failed."""
+    load = SessionLoad(target, [session], 0.0, seed, name="alone", tells_end=True)
+    [replay], _ = asyncio.run(load.run(1))
+    if load.interrupted:
+        raise KeyboardInterrupt
+    return Alone.fitted(replay.records, session.fresh_tokens()[0]) if replay.complete else None
 
 
 def _warm_up(target: Target, count: int) -> None:

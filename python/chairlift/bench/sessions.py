@@ -65,6 +65,27 @@ class RecordedSession:
             block = self.parents[block]
         return blocks[::-1]
 
+    def fresh_tokens(self) -> list[list[int]]:
+        """For each thread, the prompt tokens of its requests that no earlier request of the session has.
+
+        Threads begin before the request that waits for them.
+        """
+        seen: set[int] = set()
+        fresh: list[list[int]] = [[] for _ in self.threads]
+
+        def count(thread: int, turn: SessionTurn) -> None:
+            blocks = self.blocks(turn)
+            new = (len(blocks) - len(seen.intersection(blocks))) * self.block + turn.prompt_tokens - len(blocks) * self.block
+            fresh[thread].append(max(1, new))
+            seen.update(blocks)
+
+        for turn in self.threads[0]:
+            for thread in turn.subagents:
+                for own in self.threads[thread]:
+                    count(thread, own)
+            count(0, turn)
+        return fresh
+
 
 def read_sessions(path: str | Path, longest: int | None = None) -> list[RecordedSession]:
     """Reads sessions from a file of JSON lines, which may be gzipped, or from the logs of coding agents in a folder.

@@ -6,24 +6,14 @@ import argparse
 import sys
 
 from chairlift.bench.measure import measure_sessions
-from chairlift.bench.session_load import SessionRecord, session_figures
+from chairlift.bench.session_report import GROUPS, block, grouped, session_figures
 from chairlift.bench.sessions import read_sessions
-from chairlift.bench.text_report import WIDTH
 from chairlift.cli import bench_load, flags, values
 
 USERS = 8
 """Default of the number of users."""
 THINK_TIME = 60.0
 """Default of the longest time between an answer and the next request, in seconds."""
-
-_LABELS = {
-    "sessions": "Sessions begun:",
-    "complete_sessions": "Sessions completed:",
-    "sessions_per_hour": "Sessions an hour:",
-    "session_seconds_p50": "Median session (s):",
-    "longest_wait_s": "Longest wait of a turn (s):",
-    "cached_share": "Prompt tokens found in cache (%):",
-}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,23 +56,12 @@ def run(args: argparse.Namespace) -> int:
     arrivals = f"{users} users in a closed loop, gaps of at most {think:g} s"
     result.settings = bench_load.settings(args, target, arrivals, result.cpu_share) | {"requests": f"sessions of {args.sessions}"}
     figures = bench_load.print_figures(args, result.records)
-    print(_block(replays, figures.duration))
+    print(block(replays, figures.duration))
     fields = {
         "users": users,
         "max_think_time": think,
         **session_figures(replays, figures.duration),
+        **{f"{group}s": grouped(replays, group, figures.duration) for group in GROUPS},
         "replays": [replay.to_json() for replay in replays],
     }
     return bench_load.finish(args, target, result, figures, f"sessions-{users}users", fields)
-
-
-def _block(replays: list[SessionRecord], duration: float) -> str:
-    """The report of the sessions."""
-    lines = ["Sessions".center(WIDTH, "-")]
-    for name, value in session_figures(replays, duration).items():
-        if isinstance(value, float):
-            shown = f"{value * 100:.1f}" if name == "cached_share" else f"{value:.2f}"
-        else:
-            shown = "-" if value is None else str(value)
-        lines.append(f"{_LABELS[name]:<40} {shown}")
-    return "\n".join([*lines, "=" * WIDTH])
