@@ -1,5 +1,6 @@
 """Recorded sessions against a server: what is sent when, and the figures by session."""
 
+import argparse
 import asyncio
 import gzip
 import json
@@ -13,7 +14,8 @@ from chairlift.bench.session_alone import Alone, sample
 from chairlift.bench.session_load import SessionLoad, SessionRecord
 from chairlift.bench.session_report import block, grouped, session_figures
 from chairlift.bench.sessions import RecordedSession, SessionTurn
-from chairlift.cli import main
+from chairlift.bench.workload import Job
+from chairlift.cli import bench_serve, main
 
 BLOCK = 4
 
@@ -234,6 +236,82 @@ def test_the_command_reports_and_saves_sessions(trace, tmp_path, capsys):
     assert not set(alone[0]["prompt"].split(" ", 4)[:4]) <= set(replayed[0]["prompt"].split())
 
 
+def test_requests_without_a_session_are_sent_beside_them():
+    async def inner(duration=None):
+        server = Scripted()
+        async with server.serving() as url:
+            load = SessionLoad(Target(url, "/v1/completions", "m"), [linear(3)], 0.0)
+            beside = [Job(2, 3, text="one two", due=due) for due in (0.0, 0.02, 9.0)][: None if duration else 2]
+            replays, _ = await load.run(1, duration, beside)
+        return replays, load.others, server
+
+    replays, others, server = asyncio.run(inner())
+    assert [len(replay.records) for replay in replays] == [3]
+    assert [(record.ok, record.due, record.output_tokens) for record in others] == [(True, 0.0, 3), (True, 0.02, 3)]
+    assert [headers(body) for body in server.bodies if body["prompt"] == "one two"] == [{}, {}]
+    assert others[1].sent >= 0.02
+    _, others, _ = asyncio.run(inner(duration=0.1))
+    assert [record.due for record in others] == [0.0, 0.02], "the last is due after the end"
+
+
+def test_the_command_reports_requests_without_a_session(trace, tmp_path, capsys):
+    table = tmp_path / "others.csv"
+    table.write_text("arrival_s,prompt_tokens,output_tokens,client\n0,3,2,carol\n0.01,4,2,\n")
+    server = Scripted()
+    with server.elsewhere() as url:
+        flags = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json", "--num-warmups", "0", "--users", "1"]
+        command = ["bench", "serve", "--base-url", url, "--sessions", str(trace), "--dataset-path", str(table), *flags]
+        assert main.main(command) == 0
+    report = capsys.readouterr().out
+    assert "Beside them 2 requests without a session: at the trace's times" in report
+    assert "Successful requests:                     5 " in report
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert (saved["completed"], saved["without_session"]["completed"], saved["complete_sessions"]) == (5, 2, 1)
+    lines = [line.split() for line in report.splitlines()]
+    assert [line[:2] for line in lines[lines.index(["Sessions".center(50, "-")]) :] if line[:1] == ["2"]] == [["2", "0"]]
+    tenants = {len(words(body)): "x-tenant-id: carol\r\n" in body["head"] for body in server.bodies if not headers(body)}
+    assert tenants == {3: True, 4: False}
+
+
+def test_a_rate_beside_sessions_lasts_for_their_duration(trace, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def seen(*_, **load):
+        raise Seen(load["beside"], load["max_concurrency"])
+
+    monkeypatch.setattr("chairlift.cli.bench_sessions.measure_sessions", seen)
+    with Scripted().elsewhere() as url:
+        known = ["serve", "--base-url", url, "--sessions", str(trace)]
+        parser = argparse.ArgumentParser()
+        bench_serve.add_parser(parser.add_subparsers())
+
+        def beside(*flags):
+            args = parser.parse_args([*known, *flags])
+            with pytest.raises(Seen) as caught:
+                args.run(args)
+            return caught.value.args
+
+        jobs, limit = beside("--request-rate", "2", "--duration", "30", "--random-input-len", "5")
+        assert (len(jobs), limit, {job.prompt_tokens for job in jobs}) == (60, None, {5})
+        assert 0 <= jobs[0].due < jobs[-1].due < 30
+        assert len(beside("--request-rate", "2")[0]) == 100
+        jobs, limit = beside("--max-concurrency", "3", "--num-prompts", "7")
+        assert ([job.due for job in jobs], limit) == ([None] * 7, 3)
+        assert beside("--duration", "30") == ([], None)
+
+
+@pytest.mark.parametrize(("flags", "says"), [(["--header", "X-Tenant-Id=bob"], "name their tenants"), ([], "is no name of a tenant")])
+def test_tenants_that_cannot_be_named(trace, tmp_path, capsys, flags, says):
+    session = json.loads(gzip.decompress(trace.read_bytes())) | {"tenant": "alice"}
+    (tmp_path / "sessions.jsonl").write_text(json.dumps(session) + "\n")
+    (tmp_path / "others.csv").write_text("arrival_s,prompt_tokens,output_tokens,client\n0,3,2,a b\n")
+    with Scripted().elsewhere() as url:
+        command = ["bench", "serve", "--base-url", url, "--sessions", str(tmp_path / "sessions.jsonl"), *flags]
+        assert main.main([*command, "--dataset-path", str(tmp_path / "others.csv")]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_slowdowns_are_unknown_if_the_session_alone_fails(trace, tmp_path, capsys, monkeypatch):
     from chairlift.bench import workload
 
@@ -250,9 +328,8 @@ def test_slowdowns_are_unknown_if_the_session_alone_fails(trace, tmp_path, capsy
     ("arguments", "says"),
     [
         (["--users", "2"], "--users has no effect here: it is for --sessions"),
-        (["--sessions", "x", "--request-rate", "2"], "--request-rate has no effect here"),
         (["--sessions", "x", "--processes", "2"], "--processes has no effect here"),
-        (["--sessions", "x", "--dataset-path", "y"], "--dataset-path has no effect here"),
+        (["--sessions", "x", "--dataset-name", "trace"], "--dataset-name trace needs --dataset-path"),
     ],
 )
 def test_flags_that_contradict(arguments, says, capsys):

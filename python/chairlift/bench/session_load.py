@@ -13,7 +13,7 @@ from typing import Any
 
 from chairlift.bench.client import Target, send_request
 from chairlift.bench.http import Http
-from chairlift.bench.load import allow_sockets
+from chairlift.bench.load import allow_sockets, drive
 from chairlift.bench.record import Record
 from chairlift.bench.session_alone import Alone
 from chairlift.bench.sessions import RecordedSession, SessionTurn
@@ -96,12 +96,16 @@ class SessionLoad:
         self._alone, self._name, self.tells_end = alone, name, tells_end
         self._fresh = cache(lambda number: sessions[number].fresh_tokens())
         self._replays: list[SessionRecord] = []
-        self._started = 0.0
+        self._started = self._cpu = 0.0
+        self.others: list[Record] = []
+        """The requests without a session, by due time."""
         self.interrupted = False
         """Whether the run was cancelled (Ctrl-C)."""
 
-    async def run(self, users: int, duration: float | None = None) -> tuple[list[SessionRecord], float]:
-        """Runs every session once, or sessions again and again for `duration` seconds.
+    async def run(
+        self, users: int, duration: float | None = None, beside: Sequence[Job] = (), max_concurrency: int | None = None
+    ) -> tuple[list[SessionRecord], float]:
+        """Runs every session once, or sessions again and again for `duration` seconds, and sends the requests `beside` as `load.drive`.
 
         Returns the replays, and the share of a core that the client used. Requests that run at the end of the duration, or when this is
         cancelled, are cut off and have no record.
@@ -109,9 +113,17 @@ class SessionLoad:
         allow_sockets()
         order = random.Random(self._seed).sample(range(len(self._sessions)), len(self._sessions))
         waiting = iter(order) if duration is None else itertools.cycle(order)
-        cpu, self._started = time.process_time(), time.perf_counter()
+
+        def start() -> float:
+            self._cpu, self._started = time.process_time(), time.perf_counter()
+            if duration is not None:
+                limit.reschedule(asyncio.get_running_loop().time() + duration)
+            return self._started
+
         try:
-            async with asyncio.timeout(duration), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+                # It is the first to run, and starts the clock once all its requests are prepared.
+                group.create_task(self._drive(beside, max_concurrency, start))
                 for _ in range(users):
                     group.create_task(self._user(waiting))
         except TimeoutError:
@@ -121,10 +133,14 @@ class SessionLoad:
         for replay in self._replays:
             replay.records = [record for record in replay.records if record.end]
             replay.ended = replay.ended or self._now()
-        return self._replays, (time.process_time() - cpu) / max(self._now(), 1e-9)
+        return self._replays, (time.process_time() - self._cpu) / max(self._now(), 1e-9)
 
     def _now(self) -> float:
         return time.perf_counter() - self._started
+
+    async def _drive(self, beside: Sequence[Job], max_concurrency: int | None, start: Callable[[], float]) -> None:
+        """Sends the requests without a session."""
+        self.others, _ = await drive(self._target, beside, max_concurrency, start, self._on_end)
 
     async def _user(self, waiting: Iterator[int]) -> None:
         """Runs sessions until none waits."""

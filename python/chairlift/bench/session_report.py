@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from chairlift.bench.figures import Figures
 from chairlift.bench.session_load import SessionRecord
 from chairlift.bench.text_report import WIDTH
 
@@ -84,6 +85,17 @@ def block(replays: Sequence[SessionRecord], duration: float) -> str:
         if len(complete) > _MOST_ROWS:
             lines.append(f"and {len(complete) - _MOST_ROWS} more")
     return "\n".join([*lines, "=" * WIDTH])
+
+
+def others_block(figures: Figures) -> str:
+    """Returns the report of the requests without a session as text."""
+    latencies = {
+        f"{name.upper()} p{percent} (ms)": figures.latencies[name].percentile(percent) * 1e3
+        for name in ("ttft", "itl")
+        for percent in (50, 99)
+    }
+    row = {"succeeded": figures.completed, "failed": figures.failed, "a second": figures.rate(figures.completed), **latencies}
+    return "\n".join(["Without a session".center(WIDTH, "-"), *_table({name: name for name in row}, [row]), "=" * WIDTH])
 
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
