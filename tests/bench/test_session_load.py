@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import gzip
 import json
+from dataclasses import astuple
 
 import pytest
 from scripted_server import Scripted
@@ -175,7 +176,7 @@ def test_fresh_tokens_are_those_that_no_earlier_request_had():
 def test_alone_a_session_takes_its_gaps_and_the_times_of_its_longest_subagent():
     main_thread = [turn(5, 1), turn(9, 2, think=0.01, subagents=range(1, 3)), turn(13, 3, think=9.0)]
     session = RecordedSession(BLOCK, [main_thread, [turn(6, 1)], [turn(7, 1), turn(8, 1, think=0.01)]], [0, 0, 1, 2])
-    [replay], server = run([session], longest_think=0.02, alone=Alone(first_token=1.0, prompt_token=10.0, output_token=100.0))
+    [replay], server = run([session], longest_think=0.02, alone=Alone(1.0, prompt_token=10.0, prompt_pair=0.0, output_token=100.0))
     # Each request takes 1 s, and 100 s for its second token. The main thread's prompts have 5 new tokens each, the others' 2, 3 and 4.
     assert replay.alone == pytest.approx(3 * 151.0 + 0.03 + 101.0 * 2 + 70.0 + 0.01)
     assert replay.slowdown == pytest.approx((replay.ended - replay.began) / replay.alone)
@@ -188,16 +189,17 @@ def test_times_alone_are_fitted_to_a_replayed_session():
         times = [5.0 + ttft, 5.0 + ttft + 0.5 * (tokens - 1)]
         return Record(5.0, times=times, prompt_tokens=prompt, cached_tokens=cached, output_tokens=tokens)
 
-    reported = [answered(100, 0, 2.5, 3), answered(140, 120, 0.9, 5), answered(200, 140, 1.7, 1)]
-    fitted = Alone.fitted(reported, [7, 8, 9])
-    assert (fitted.first_token, fitted.prompt_token, fitted.output_token) == pytest.approx((0.5, 0.02, 0.5))
-    assert fitted.request(50, 3) == pytest.approx(2.5)
-    silent = [answered(100, None, 2.5, 3), answered(140, None, 0.9, 5)]
-    assert Alone.fitted(silent, [100, 20]).prompt_token == pytest.approx(0.02)
+    # 0.5 s, 0.02 s for each computed token, and 0.001 s for each pair: a prompt of n computed tokens has n²/2 pairs.
+    reported = [answered(100, 0, 7.5, 3), answered(140, 120, 3.5, 5), answered(200, 140, 11.9, 1), answered(60, 60, 0.5, 1)]
+    fitted = Alone.fitted(reported, [7, 8, 9, 10])
+    assert astuple(fitted) == pytest.approx((0.5, 0.02, 0.001, 0.5))
+    assert fitted.request(200, 60, 3) == pytest.approx(12.9)
+    silent = [answered(100, None, 7.5, 3), answered(140, None, 3.5, 5), answered(200, None, 11.9, 1)]
+    assert astuple(Alone.fitted(silent, [100, 20, 60])) == pytest.approx((0.5, 0.02, 0.001, 0.5))
     falling = Alone.fitted([answered(10, 0, 3.0, 1), answered(30, 0, 1.0, 1)], [10, 30])
-    assert (falling.first_token, falling.prompt_token, falling.output_token) == (2.0, 0.0, 0.0)
-    below = Alone.fitted([answered(10, 0, 0.5, 1), answered(20, 0, 2.0, 1)], [10, 20])
-    assert (below.first_token, below.prompt_token) == (0.0, pytest.approx(0.09))
+    assert astuple(falling) == pytest.approx((2.0, 0.0, 0.0, 0.0)), "no time is below 0"
+    steady = Alone.fitted([answered(10, 0, 0.2, 1), answered(20, 0, 0.4, 1)], [10, 20])
+    assert astuple(steady) == pytest.approx((0.0, 0.02, 0.0, 0.0)), "of equal errors the fewest weights count"
 
 
 def test_the_sample_is_of_the_median_session_and_shares_nothing():

@@ -166,9 +166,9 @@ class SessionLoad:
         await asyncio.sleep(seconds)
         return seconds
 
-    def alone(self, fresh: int, output: int) -> float:
-        """Returns the seconds of a request alone, with `fresh` new tokens in its prompt; 0 if this is unknown."""
-        return 0.0 if self._alone is None else self._alone.request(fresh, output)
+    def alone(self, turn: SessionTurn, fresh: int, output: int) -> float:
+        """Returns the seconds of a request alone, with `fresh` new tokens in its prompt and `output` tokens; 0 if this is unknown."""
+        return 0.0 if self._alone is None else self._alone.request(turn.prompt_tokens, fresh, output)
 
 
 class _Replay:
@@ -200,7 +200,7 @@ class _Replay:
                 await load.send(http, self._target.request(http, job, headers), record)
                 if not record.ok:
                     return None
-                seconds += load.alone(self._fresh[number][index], record.output_tokens)
+                seconds += load.alone(turn, self._fresh[number][index], record.output_tokens)
             return seconds
         finally:
             http.close()
