@@ -205,6 +205,8 @@ def test_times_alone_are_fitted_to_a_replayed_session():
 def test_the_sample_is_of_the_median_session_and_shares_nothing():
     chosen = sample([linear(9), linear(3, shared=1), linear(5, group=2, shared=2)])
     assert ([len(thread) for thread in chosen.threads], chosen.shared) == ([5], 0)
+    few = RecordedSession(BLOCK, [[turn(25, 1), turn(5, 1)]], [0, 0])
+    assert sample([linear(9), linear(3), few]) == few, "the median is that of the longest prompts"
     branched = RecordedSession(BLOCK, [[turn(5, 1), turn(9, 2, subagents=range(1, 2))], [turn(6, 1)]], [0, 0, 1])
     assert [[len(one.subagents) for one in thread] for thread in sample([branched]).threads] == [[0, 0]]
 

@@ -47,8 +47,8 @@ class Alone:
 
 
 def sample(sessions: Sequence[RecordedSession]) -> RecordedSession:
-    """The main thread of the session with the median number of requests, with a beginning of its own."""
-    session = sorted(sessions, key=lambda one: len(one.threads[0]))[len(sessions) // 2]
+    """The main thread of the session whose longest prompt is the median, with a beginning of its own."""
+    session = sorted(sessions, key=lambda one: max(turn.prompt_tokens for turn in one.threads[0]))[len(sessions) // 2]
     return replace(session, threads=[[replace(turn, subagents=range(0)) for turn in session.threads[0]]], shared=0)
 
 
