@@ -18,7 +18,7 @@ MAY_IMPORT = {
         "",
     },
     "verification": {"engine", "models", "checkpoint", "_core", *LEAVES},
-    "bench": {"errors", "svg"},
+    "bench": {"errors", "scheduling", "svg"},
     "sim": {"engine", "bench", "models", "checkpoint", "_core", *LEAVES},
     "gate": {"server", "engine", *LEAVES},
     "server": {"engine", "chat", "grammar", "tokenizer", "template_process", "checkpoint", "directories", *LEAVES, ""},

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from chairlift.checks import choice, integer, number, text
+
+TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+"""Names of tenants that a server takes."""
 
 LONGEST_MS = 1e10
 """The longest duration that a deadline or a setting may have: four months. A longer one is rejected as a mistake."""

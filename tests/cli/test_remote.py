@@ -147,6 +147,24 @@ def test_a_narrow_terminal_loses_columns_and_no_digits():
         assert any(line.startswith("2 cmpl-abc alice decode 500/500 13 ") for line in tables)
 
 
+@pytest.mark.parametrize(("width", "shown"), [(60, False), (90, True), (160, True)])
+def test_cache_misses_fit_into_any_terminal(width, shown):
+    session = {"tenant": "alice", "turns": 3, "prompt_tokens": 1500, "cached_tokens": 900, "output_tokens": 40}
+    session |= {"session": "a", "waited_s": 2.5, "turn_wait_s": 1.25, "compute_s": 0.5, "quiet_s": 12.0}
+    misses = [
+        {"reason": f"template_rewrote_history{n}", "turns": 9 - n, "tokens": 1234, "what": "w" * 90, "advice": "a" * 90} for n in range(6)
+    ]
+    console = Console(file=io.StringIO(), width=width)
+    missed = [session | {"missed_for": {"evicted": 10, "template_rewrote_history": 1990}}, session | {"missed_for": {}}]
+    console.print(top.frame(STATE | {"sessions": missed, "cache_misses": misses}, console))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert all(len(line) <= width for line in lines)
+    assert [line.split()[:3] for line in lines if line.startswith("template")] == [
+        [f"template_rewrote_history{n}", str(9 - n), "1,234"] for n in range(4)
+    ]
+    assert any(line.endswith("2,000 template_rewrote_history") for line in lines) == shown
+
+
 @pytest.mark.parametrize("name", [state.value for state in ModelState])
 def test_top_has_words_for_all_states_of_a_model(name):
     console = Console(file=io.StringIO(), width=120)

@@ -143,6 +143,9 @@ def test_a_session_is_read_with_its_blocks_subagents_and_times(tmp_path: Path) -
         (line(row(0, 0, 0, -1, 0, 0)) + "\n", "line 1"),
         (line(row(7, 0, 0, 12, 0, 0)) + "\n", "line 1"),
         (line(block=0) + "\n", "from 1 to"),
+        (line(row(0, 0, 0, 12, 0, 0), tenant="a b") + "\n", "line 1: .*tenant 'a b' is no name"),
+        (line(row(0, 0, 0, 12, 0, 0), tenant="x\r\ny: z") + "\n", "line 1: .*is no name"),
+        (line(row(0, 0, 0, 12, 0, 0), tier="fast") + "\n", "line 1: .*'fast' is none of priority, default, flex"),
     ],
 )
 def test_what_is_no_session_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -164,6 +167,37 @@ def test_the_command_shows_the_figures(tmp_path: Path, capsys: pytest.CaptureFix
     assert main.main([*command, "--disk", "2G"]) == 0
     for flag, value in {"--users": "3", "--disk": "2G"}.items():
         assert main.main(["simulate", "--trace", "none.csv", flag, value]) == 2
+
+
+def test_sessions_of_a_file_belong_to_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(0, 2.0 * at, 1.0, 400 + 40 * at, at and 1, at and 100 + 10 * (at - 1)) for at in range(12)]
+    lines = [line(*rows, tenant="alice", tier="flex"), line(*rows, tenant="bob"), line(*rows)]
+    (tmp_path / "s.jsonl").write_text("\n".join(lines) + "\n")
+    assert [(one.tenant, one.tier) for one in read_sessions(tmp_path / "s.jsonl")] == [
+        ("alice", "flex"),
+        ("bob", "default"),
+        ("", "default"),
+    ]
+    command = ["simulate", "--sessions", str(tmp_path / "s.jsonl"), "--users", "3", "--duration", "600", "--model", "SmolLM2-135M"]
+    assert main.main(command) == 0
+    shown = capsys.readouterr().out
+    assert {"alice", "bob", "(none)"} <= {text.split(" ")[0] for text in shown.splitlines()}
+    assert "The tiers of the sessions (flex) are not simulated" in shown
+    assert main.main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["tenants"]) == {"alice", "bob", ""}
+    assert {(one["session"], one["tenant"]) for one in told["replays"]} == {(0, "alice"), (1, "bob"), (2, "")}
+    for one in told["replays"]:
+        assert one["seconds"] == pytest.approx(one["ended"] - one["began"])
+        assert one["slowdown"] is None, "they take less than a minute"
+
+
+def test_replays_have_the_slowdowns_of_the_figures() -> None:
+    result = run([session(20, think=5.0)], users=2)
+    told = [one["slowdown"] for one in result.replays() if one["slowdown"] is not None]
+    assert told == result.slowdowns.tolist()
+    assert max(told) == result.figures()["slowdown_worst"]
+    assert sum(one["requests"] or 0 for one in result.grouped("tenant").values()) == len(result.requests)
 
 
 def test_no_sessions_are_refused() -> None:

@@ -64,7 +64,10 @@ class Target:
         body["stream_options"] = {"include_usage": True}
         if job.client is not None:
             body["user"] = job.client
-        return http.request("POST", self.endpoint, json.dumps(body | dict(self.fields)).encode(), headers)
+        if job.tier != "default":
+            body["service_tier"] = job.tier
+        own = {**(headers or {}), **({"x-tenant-id": job.tenant} if job.tenant else {})}
+        return http.request("POST", self.endpoint, json.dumps(body | dict(self.fields)).encode(), own)
 
 
 class StreamReader:

@@ -8,12 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chairlift.bench import processes
 from chairlift.bench.client import Target, models
 from chairlift.bench.load import warm_up
 from chairlift.bench.record import Record, Run
+from chairlift.bench.session_alone import Alone, sample
 from chairlift.bench.session_load import SessionLoad, SessionRecord
 from chairlift.bench.sessions import RecordedSession
 from chairlift.bench.workload import Job, random_jobs
@@ -80,6 +82,17 @@ def measure(
     return run
 
 
+@dataclass
+class SessionsRun:
+    """A run of sessions, and of requests without a session beside them."""
+
+    run: Run
+    """All requests."""
+    replays: list[SessionRecord]
+    others: list[Record]
+    """The requests without a session."""
+
+
 def measure_sessions(
     target: Target,
     sessions: Sequence[RecordedSession],
@@ -87,17 +100,32 @@ def measure_sessions(
     *,
     longest_think: float,
     duration: float | None = None,
+    beside: Sequence[Job] = (),
+    max_concurrency: int | None = None,
     seed: int = 0,
     warmups: int = 1,
     progress: str | None = None,
-) -> tuple[Run, list[SessionRecord]]:
-    """Warms the server up and lets users run recorded sessions: see `SessionLoad`. Otherwise as `measure`."""
-    with _bar(progress, sum(session.num_requests for session in sessions)) as on_end:
+) -> SessionsRun:
+    """Warms the server up, measures what a session takes alone, and lets users run sessions: see `SessionLoad`. Otherwise as `measure`."""
+    with _bar(progress, sum(session.num_requests for session in sessions) + len(beside)) as on_end:
         _warm_up(target, warmups)
-        load = SessionLoad(target, sessions, longest_think, seed, on_end)
-        replays, share = asyncio.run(load.run(users, duration))
-    records = sorted((record for replay in replays for record in replay.records), key=lambda record: record.due)
-    return Run(records, cpu_share=share, notes=notes(records, share), interrupted=load.interrupted), replays
+        alone = _measure_alone(target, sample(sessions), seed)
+        load = SessionLoad(target, sessions, longest_think, seed, on_end, alone)
+        replays, share = asyncio.run(load.run(users, duration, beside, max_concurrency))
+    records = sorted((*load.others, *(record for replay in replays for record in replay.records)), key=lambda record: record.due)
+    run = Run(records, cpu_share=share, notes=notes(records, share), interrupted=load.interrupted)
+    if alone is None:
+        run.notes.append("Slowdowns are unknown: a request of the session that was replayed alone failed.")
+    return SessionsRun(run, replays, load.others)
+
+
+def _measure_alone(target: Target, session: RecordedSession, seed: int) -> Alone | None:
+    """The times of requests that are alone on the server, by a replay of a session without its gaps; None if a request failed."""
+    load = SessionLoad(target, [session], 0.0, seed, name="alone", tells_end=True)
+    [replay], _ = asyncio.run(load.run(1))
+    if load.interrupted:
+        raise KeyboardInterrupt
+    return Alone.fitted(replay.records, session.fresh_tokens()[0]) if replay.complete else None
 
 
 def _warm_up(target: Target, count: int) -> None:

@@ -8,12 +8,14 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from chairlift.bench.client import Target, send_request
 from chairlift.bench.http import Http
-from chairlift.bench.load import allow_sockets
+from chairlift.bench.load import allow_sockets, drive
 from chairlift.bench.record import Record
+from chairlift.bench.session_alone import Alone
 from chairlift.bench.sessions import RecordedSession, SessionTurn
 from chairlift.bench.workload import Job, Piece
 
@@ -30,6 +32,15 @@ class SessionRecord:
     """Whether all its requests were answered."""
     records: list[Record] = field(default_factory=list)
     """Its requests, in the order in which they were sent."""
+    tenant: str = ""
+    tier: str = "default"
+    alone: float | None = None
+    """Seconds that it would have taken alone, with a cache that loses nothing; None if it is not complete or this is unknown."""
+
+    @property
+    def slowdown(self) -> float | None:
+        """How many times longer it took than alone."""
+        return (self.ended - self.began) / self.alone if self.alone else None
 
     @property
     def longest_wait(self) -> float:
@@ -47,11 +58,15 @@ class SessionRecord:
         """Plain data for the result file."""
         return {
             "session": self.session,
+            "tenant": self.tenant,
+            "tier": self.tier,
             "began": round(self.began, 6),
             "ended": round(self.ended, 6),
+            "seconds": round(self.ended - self.began, 6),
             "complete": self.complete,
             "requests": len(self.records),
             "failed": sum(not record.ok for record in self.records),
+            "slowdown": self.slowdown,
             "longest_wait": round(self.longest_wait, 6),
             "cached_share": self.cached_share,
         }
@@ -67,17 +82,30 @@ class SessionLoad:
         longest_think: float,
         seed: int = 0,
         on_end: Callable[[bool], None] | None = None,
+        alone: Alone | None = None,
+        name: str = "bench",
+        tells_end: bool = False,
     ) -> None:
-        """`longest_think` are the most seconds between an answer and the next request. `on_end` is called at each request's end."""
+        """`longest_think` are the most seconds between an answer and the next request. `on_end` is called at each request's end.
+
+        `alone` has the times of requests that are alone on the server, for `SessionRecord.alone`. Sessions are named, and have words, by
+        `name` and the seed. With `tells_end` their last requests say that they are the last.
+        """
         self._target, self._sessions = target, sessions
         self._longest_think, self._seed, self._on_end = longest_think, seed, on_end
+        self._alone, self._name, self.tells_end = alone, name, tells_end
+        self._fresh = cache(lambda number: sessions[number].fresh_tokens())
         self._replays: list[SessionRecord] = []
-        self._started = 0.0
+        self._started = self._cpu = 0.0
+        self.others: list[Record] = []
+        """The requests without a session, by due time."""
         self.interrupted = False
         """Whether the run was cancelled (Ctrl-C)."""
 
-    async def run(self, users: int, duration: float | None = None) -> tuple[list[SessionRecord], float]:
-        """Runs every session once, or sessions again and again for `duration` seconds.
+    async def run(
+        self, users: int, duration: float | None = None, beside: Sequence[Job] = (), max_concurrency: int | None = None
+    ) -> tuple[list[SessionRecord], float]:
+        """Runs every session once, or sessions again and again for `duration` seconds, and sends the requests `beside` as `load.drive`.
 
         Returns the replays, and the share of a core that the client used. Requests that run at the end of the duration, or when this is
         cancelled, are cut off and have no record.
@@ -85,9 +113,17 @@ class SessionLoad:
         allow_sockets()
         order = random.Random(self._seed).sample(range(len(self._sessions)), len(self._sessions))
         waiting = iter(order) if duration is None else itertools.cycle(order)
-        cpu, self._started = time.process_time(), time.perf_counter()
+
+        def start() -> float:
+            self._cpu, self._started = time.process_time(), time.perf_counter()
+            if duration is not None:
+                limit.reschedule(asyncio.get_running_loop().time() + duration)
+            return self._started
+
         try:
-            async with asyncio.timeout(duration), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+                # It is the first to run, and starts the clock once all its requests are prepared.
+                group.create_task(self._drive(beside, max_concurrency, start))
                 for _ in range(users):
                     group.create_task(self._user(waiting))
         except TimeoutError:
@@ -97,19 +133,25 @@ class SessionLoad:
         for replay in self._replays:
             replay.records = [record for record in replay.records if record.end]
             replay.ended = replay.ended or self._now()
-        return self._replays, (time.process_time() - cpu) / max(self._now(), 1e-9)
+        return self._replays, (time.process_time() - self._cpu) / max(self._now(), 1e-9)
 
     def _now(self) -> float:
         return time.perf_counter() - self._started
 
+    async def _drive(self, beside: Sequence[Job], max_concurrency: int | None, start: Callable[[], float]) -> None:
+        """Sends the requests without a session."""
+        self.others, _ = await drive(self._target, beside, max_concurrency, start, self._on_end)
+
     async def _user(self, waiting: Iterator[int]) -> None:
         """Runs sessions until none waits."""
         for number in waiting:
-            record = SessionRecord(number, self._now())
-            replay = _Replay(self._sessions[number], f"bench-{self._seed}-{len(self._replays)}", self._target, record)
+            session = self._sessions[number]
+            record = SessionRecord(number, self._now(), tenant=session.tenant, tier=session.tier)
+            replay = _Replay(session, self._fresh(number), f"{self._name}-{self._seed}-{len(self._replays)}", self._target, record)
             self._replays.append(record)
-            await replay.thread(0, self)
-            record.ended = self._now()
+            alone = await replay.thread(0, self)
+            record.complete, record.ended = alone is not None, self._now()
+            record.alone = None if self._alone is None else alone
 
     async def send(self, http: Http, request: bytes, record: Record) -> None:
         """Sends a request that is due now."""
@@ -118,37 +160,48 @@ class SessionLoad:
         if self._on_end is not None:
             self._on_end(record.ok)
 
-    async def think(self, turn: SessionTurn) -> None:
-        """Waits as long as the recorded user or tool took."""
-        await asyncio.sleep(min(turn.think, self._longest_think))
+    async def think(self, turn: SessionTurn) -> float:
+        """Waits as long as the recorded user or tool took, and returns how long that was."""
+        seconds = min(turn.think, self._longest_think)
+        await asyncio.sleep(seconds)
+        return seconds
+
+    def alone(self, turn: SessionTurn, fresh: int, output: int) -> float:
+        """Returns the seconds of a request alone, with `fresh` new tokens in its prompt and `output` tokens; 0 if this is unknown."""
+        return 0.0 if self._alone is None else self._alone.request(turn.prompt_tokens, fresh, output)
 
 
 class _Replay:
     """One replay of a session, in which equal blocks are equal words."""
 
-    def __init__(self, session: RecordedSession, name: str, target: Target, record: SessionRecord) -> None:
-        self._session, self._name, self._target = session, name, target
-        self.record = record
+    def __init__(self, session: RecordedSession, fresh: Sequence[Sequence[int]], name: str, target: Target, record: SessionRecord) -> None:
+        self._session, self._fresh, self._name, self._target = session, fresh, name, target
+        self._record = record
 
-    async def thread(self, number: int, load: SessionLoad) -> bool:
+    async def thread(self, number: int, load: SessionLoad) -> float | None:
         """Sends a thread's requests, each after the answer before it and after its subagents.
 
-        Returns False if one failed, which ends the session.
+        Returns the seconds that they would have taken alone; None if one failed, which ends the session.
         """
-        http = self._target.http()
+        http, seconds = self._target.http(), 0.0
         try:
             for index, turn in enumerate(self._session.threads[number]):
-                if turn.subagents and not all(await asyncio.gather(*(self.thread(one, load) for one in turn.subagents))):
-                    return False
-                await load.think(turn)
+                took = await asyncio.gather(*(self.thread(one, load) for one in turn.subagents))
+                if None in took:
+                    return None
+                seconds += max((one for one in took if one is not None), default=0.0) + await load.think(turn)
                 record = Record(0.0, requested_tokens=turn.output_tokens, prompt_tokens=turn.prompt_tokens)
-                self.record.records.append(record)
-                job = Job(turn.prompt_tokens, turn.output_tokens, tuple(self._pieces(turn, f"{number} {index}")))
-                await load.send(http, self._target.request(http, job, self._headers(number)), record)
+                self._record.records.append(record)
+                pieces, session = tuple(self._pieces(turn, f"{number} {index}")), self._session
+                job = Job(turn.prompt_tokens, turn.output_tokens, pieces, tenant=session.tenant, tier=session.tier)
+                headers = self._headers(number)
+                if load.tells_end and number == 0 and index + 1 == len(session.threads[0]):
+                    headers["x-dynamo-session-final"] = "true"
+                await load.send(http, self._target.request(http, job, headers), record)
                 if not record.ok:
-                    return False
-            self.record.complete = number == 0 or self.record.complete
-            return True
+                    return None
+                seconds += load.alone(turn, self._fresh[number][index], record.output_tokens)
+            return seconds
         finally:
             http.close()
 
@@ -165,18 +218,3 @@ class _Replay:
             yield f"{owner} block {block}", session.block
         if (rest := turn.prompt_tokens - len(blocks) * session.block) > 0:
             yield f"{self._name} rest {own}", rest
-
-
-def session_figures(replays: Sequence[SessionRecord], duration: float) -> dict[str, float | int | None]:
-    """Returns the figures of all replays: sessions an hour, seconds of complete ones, the longest wait, and the cached share."""
-    complete = sorted(replay.ended - replay.began for replay in replays if replay.complete)
-    done = [record for replay in replays for record in replay.records if record.ok]
-    tokens = sum(record.prompt_tokens for record in done)
-    return {
-        "sessions": len(replays),
-        "complete_sessions": len(complete),
-        "sessions_per_hour": 3600 * len(complete) / duration if duration else 0.0,
-        "session_seconds_p50": complete[len(complete) // 2] if complete else None,
-        "longest_wait_s": max((record.ttft for record in done), default=None),
-        "cached_share": sum(record.cached_tokens or 0 for record in done) / tokens if tokens else None,
-    }

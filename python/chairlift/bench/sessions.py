@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from chairlift.bench.agent_logs import TOOL_CALL, read_logs
 from chairlift.bench.traces import MAX_TOKENS, open_text
 from chairlift.errors import InvalidTrace
+from chairlift.scheduling import TENANT, TIERS
 
 MAX_IDS = 2**24
 """Blocks of a session at most."""
@@ -49,6 +50,7 @@ class RecordedSession:
     shared: int = 0
     group: int = 0
     tenant: str = ""
+    tier: str = "default"
 
     @property
     def num_requests(self) -> int:
@@ -62,6 +64,27 @@ class RecordedSession:
             blocks.append(block)
             block = self.parents[block]
         return blocks[::-1]
+
+    def fresh_tokens(self) -> list[list[int]]:
+        """For each thread, the prompt tokens of its requests that no earlier request of the session has.
+
+        Threads begin before the request that waits for them.
+        """
+        seen: set[int] = set()
+        fresh: list[list[int]] = [[] for _ in self.threads]
+
+        def count(thread: int, turn: SessionTurn) -> None:
+            blocks = self.blocks(turn)
+            new = (len(blocks) - len(seen.intersection(blocks))) * self.block + turn.prompt_tokens - len(blocks) * self.block
+            fresh[thread].append(max(1, new))
+            seen.update(blocks)
+
+        for turn in self.threads[0]:
+            for thread in turn.subagents:
+                for own in self.threads[thread]:
+                    count(thread, own)
+            count(0, turn)
+        return fresh
 
 
 def read_sessions(path: str | Path, longest: int | None = None) -> list[RecordedSession]:
@@ -129,7 +152,8 @@ def _session(data: Mapping[str, Any], longest: int) -> RecordedSession:
             sent.append(sent_at)
         thread.last = sent_at
         thread.turns.append(SessionTurn(max(0.0, float(think)), max(prompt, 1), max(output, 1), leaf, row[8] == TOOL_CALL))
-    return _with_subagents(block, threads, parents, sent, data["threads"][0])
+    session = _with_subagents(block, threads, parents, sent, data["threads"][0])
+    return replace(session, tenant=_tenant(data.get("tenant")), tier=_tier(data.get("tier")))
 
 
 def _with_subagents(block: int, threads: list[_Thread], parents: list[int], sent: list[float], first: Mapping[str, Any]) -> RecordedSession:
@@ -149,6 +173,18 @@ def _with_subagents(block: int, threads: list[_Thread], parents: list[int], sent
     chain = (number for number in range(1, len(parents)) if parents[number] != number - 1)
     shared = min(tools // block, next(chain, len(parents)) - 1)
     return RecordedSession(block, [main, *(one.turns for one in subagents[:at])], parents, shared, tools)
+
+
+def _tenant(value: Any) -> str:
+    if value is not None and not (isinstance(value, str) and TENANT.fullmatch(value)):
+        raise ValueError(f"tenant {value!r:.40} is no name of 1 to 64 letters, digits and . _ : -")
+    return value or ""
+
+
+def _tier(value: Any) -> str:
+    if value is not None and value not in TIERS:
+        raise ValueError(f"tier {value!r:.40} is none of {', '.join(TIERS)}")
+    return value or "default"
 
 
 def _blocks(requests: Sequence[Sequence[Any]], block: int) -> Iterator[list[int]]:

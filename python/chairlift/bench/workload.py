@@ -48,6 +48,9 @@ class Job:
     due: float | None = None
     """Seconds after the start at which the request is sent; None: as soon as the concurrency limit allows."""
     client: str | None = None
+    """The field `user` of the request."""
+    tenant: str = ""
+    tier: str = "default"
 
     def prompt(self) -> str:
         """The prompt's text."""

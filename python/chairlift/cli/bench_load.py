@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.bench import traces, workload
+from chairlift.bench.arrivals import arrivals, describe_gaps, ramp
 from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures, Goodput
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
@@ -215,24 +216,52 @@ class RequestSource:
         return workload.random_jobs(count or NUM_PROMPTS, *lengths, **spread, seed=seed)
 
 
+def schedule(args: argparse.Namespace, jobs: list[Job]) -> tuple[list[Job], str]:
+    """The requests with their due times, and a description of the arrivals."""
+    rate, limit, seed, strategy = args.request_rate, args.max_concurrency, args.seed, args.ramp_up_strategy
+    start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
+    timed = any(job.due for job in jobs)
+    use_trace_times = timed and not strategy and rate is None and args.self_timed is not False
+    if args.self_timed and not timed:
+        raise InvalidSetting("--self-timed needs a --dataset-path whose requests have times")
+    if args.speedup != 1 and not use_trace_times:
+        raise InvalidSetting("--speedup needs a --dataset-path whose requests have times, and no rate")
+    if strategy and (rate is not None or start is None or end is None):
+        raise InvalidSetting("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate")
+    if not strategy and (start or end):
+        raise InvalidSetting("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+    gaps = describe_gaps(args.burstiness)
+    if strategy:
+        times = ramp(len(jobs), start, end, exponential=strategy == "exponential", burstiness=args.burstiness, seed=seed)
+        return workload.with_due_times(jobs, times), f"from {start:g} to {end:g} a second ({strategy}, {gaps})"
+    if rate is not None and math.isfinite(rate):
+        return workload.with_due_times(jobs, arrivals(len(jobs), rate, args.burstiness, seed)), f"{rate:g} a second ({gaps})"
+    if use_trace_times:
+        return jobs, "at the trace's times" + ("" if args.speedup == 1 else f", {args.speedup:g} times as fast")
+    return workload.as_fast_as_possible(jobs, limit), "all at once" if limit is None else "each when another has finished"
+
+
 def send(args: argparse.Namespace, target: Target, jobs: Sequence[Job], max_concurrency: int | None, text: str) -> Run:
     """Sends the requests, with a progress bar named `text` in a terminal."""
     progress = text if not args.disable_tqdm and sys.stderr.isatty() else None
     return measure(target, jobs, max_concurrency=max_concurrency, workers=args.processes, warmups=args.num_warmups, progress=progress)
 
 
+def requests_text(args: argparse.Namespace) -> str:
+    """The source of the requests, as text."""
+    if args.dataset_path:
+        return f"from {Path(args.dataset_path).name}"
+    spread = f" ± {args.random_range_ratio:.0%}" if args.random_range_ratio else ""
+    return f"random words: input {args.random_input_len}, output {args.random_output_len}{spread}"
+
+
 def settings(args: argparse.Namespace, target: Target, arrivals: str, cpu_share: float | None = None) -> dict[str, Any]:
     """The settings of a run for its report."""
-    if args.dataset_path:
-        requests = f"from {Path(args.dataset_path).name}"
-    else:
-        spread = f" ± {args.random_range_ratio:.0%}" if args.random_range_ratio else ""
-        requests = f"random words: input {args.random_input_len}, output {args.random_output_len}{spread}"
     busy = "" if cpu_share is None else f", the busiest at {cpu_share:.0%} of a core"
     return {
         "server": target.url + target.endpoint,
         "model": target.model,
-        "requests": requests,
+        "requests": requests_text(args),
         "arrivals": arrivals,
         "outputs": "full length (ignore_eos)" if args.ignore_eos else "until the model stops",
         "client": f"{args.processes} process{'es' * (args.processes > 1)}{busy}",

@@ -6,10 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from chairlift.bench import workload
-from chairlift.bench.arrivals import arrivals, describe_gaps, ramp
 from chairlift.bench.text_report import HEADERS
-from chairlift.bench.workload import Job
 from chairlift.cli import bench_load, bench_sessions, flags, values
 from chairlift.errors import InvalidSetting
 
@@ -19,6 +16,7 @@ examples:
   chairlift bench serve --max-concurrency 16 --random-input-len 512 --random-output-len 64 --ignore-eos
   chairlift bench serve --dataset-path trace.jsonl.gz --speedup 2 --report trace.html
   chairlift bench serve --sessions agents.jsonl.gz --users 8 --duration 600 --ignore-eos
+  chairlift bench serve --sessions agents.jsonl.gz --request-rate 2 --random-input-len 512 --ignore-eos
   chairlift bench serve --base-url https://api.example.com --api-key KEY --model NAME --backend openai-chat
 
 The latency of a request counts from its due time, not from the time at which the client sent it.
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     bench_load.check(args)
     target, longest = bench_load.connect(args)
     source = bench_load.RequestSource(args, longest)
-    jobs, description = _schedule(args, source.jobs(args.num_prompts, args.seed))
+    jobs, description = bench_load.schedule(args, source.jobs(args.num_prompts, args.seed))
     limit = args.max_concurrency
     description += "" if limit is None else f", at most {limit} at a time"
     print(f"{len(jobs)} requests to {target.model} at {target.url}{target.endpoint}: {description}")
@@ -85,28 +83,3 @@ def run(args: argparse.Namespace) -> int:
     load = {"request_rate": "inf" if rate is None else rate, "max_concurrency": limit}
     name = f"{load['request_rate']}qps{'' if limit is None else f'-concurrency{limit}'}"
     return bench_load.finish(args, target, result, figures, name, load)
-
-
-def _schedule(args: argparse.Namespace, jobs: list[Job]) -> tuple[list[Job], str]:
-    """The requests with their due times, and a description of the arrivals."""
-    rate, limit, seed, strategy = args.request_rate, args.max_concurrency, args.seed, args.ramp_up_strategy
-    start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
-    timed = any(job.due for job in jobs)
-    use_trace_times = timed and not strategy and rate is None and args.self_timed is not False
-    if args.self_timed and not timed:
-        raise InvalidSetting("--self-timed needs a --dataset-path whose requests have times")
-    if args.speedup != 1 and not use_trace_times:
-        raise InvalidSetting("--speedup needs a --dataset-path whose requests have times, and no rate")
-    if strategy and (rate is not None or start is None or end is None):
-        raise InvalidSetting("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate")
-    if not strategy and (start or end):
-        raise InvalidSetting("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
-    gaps = describe_gaps(args.burstiness)
-    if strategy:
-        times = ramp(len(jobs), start, end, exponential=strategy == "exponential", burstiness=args.burstiness, seed=seed)
-        return workload.with_due_times(jobs, times), f"from {start:g} to {end:g} a second ({strategy}, {gaps})"
-    if rate is not None and math.isfinite(rate):
-        return workload.with_due_times(jobs, arrivals(len(jobs), rate, args.burstiness, seed)), f"{rate:g} a second ({gaps})"
-    if use_trace_times:
-        return jobs, "at the trace's times" + ("" if args.speedup == 1 else f", {args.speedup:g} times as fast")
-    return workload.as_fast_as_possible(jobs, limit), "all at once" if limit is None else "each when another has finished"

@@ -1,29 +1,25 @@
-"""`chairlift bench serve --sessions`: users run recorded sessions of agents in a closed loop."""
+"""`chairlift bench serve --sessions`: users run recorded sessions of agents in a closed loop, beside requests without a session."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from dataclasses import replace
 
+from chairlift.bench.figures import Figures
 from chairlift.bench.measure import measure_sessions
-from chairlift.bench.session_load import SessionRecord, session_figures
+from chairlift.bench.session_report import GROUPS, block, grouped, others_block, session_figures
 from chairlift.bench.sessions import read_sessions
-from chairlift.bench.text_report import WIDTH
+from chairlift.bench.workload import Job
 from chairlift.cli import bench_load, flags, values
+from chairlift.errors import InvalidSetting
+from chairlift.scheduling import TENANT
 
 USERS = 8
 """Default of the number of users."""
 THINK_TIME = 60.0
 """Default of the longest time between an answer and the next request, in seconds."""
-
-_LABELS = {
-    "sessions": "Sessions begun:",
-    "complete_sessions": "Sessions completed:",
-    "sessions_per_hour": "Sessions an hour:",
-    "session_seconds_p50": "Median session (s):",
-    "longest_wait_s": "Longest wait of a turn (s):",
-    "cached_share": "Prompt tokens found in cache (%):",
-}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,40 +45,58 @@ def reject(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the sessions and prints the report. Returns 1 if no request succeeded, 130 after an interrupt."""
-    reason = "sessions have requests and times of their own"
-    flags.reject(reason, dataset_path=args.dataset_path, dataset_name=args.dataset_name, num_prompts=args.num_prompts)
-    flags.reject(reason, request_rate=args.request_rate, max_concurrency=args.max_concurrency, ramp_up_strategy=args.ramp_up_strategy)
     flags.reject("one process runs the sessions", processes=None if args.processes == 1 else args.processes)
     bench_load.check(args)
     target, longest = bench_load.connect(args)
     sessions = read_sessions(args.sessions, longest)
+    if "x-tenant-id" in target.headers and any(session.tenant for session in sessions):
+        raise InvalidSetting(f"--header X-Tenant-Id: the sessions of {args.sessions} name their tenants; leave it out")
     users = args.users or USERS
     think = THINK_TIME if args.max_think_time is None else args.max_think_time
+    arrivals = f"{users} users in a closed loop, gaps of at most {think:g} s"
+    requests = f"sessions of {args.sessions}"
+    beside, description = _beside(args, longest)
     count = f"{len(sessions)} session{'s' * (len(sessions) > 1)}"
     print(f"{count} for {users} users to {target.model} at {target.url}{target.endpoint}: gaps of at most {think:g} s")
+    if beside:
+        print(f"Beside them {len(beside)} requests without a session: {description}")
+        requests += f", and {bench_load.requests_text(args)}"
+        arrivals += f"; without a session {description}"
     progress = "requests" if not args.disable_tqdm and sys.stderr.isatty() else None
-    load = {"longest_think": think, "duration": args.duration, "seed": args.seed, "warmups": args.num_warmups}
-    result, replays = measure_sessions(target, sessions, users, **load, progress=progress)
-    arrivals = f"{users} users in a closed loop, gaps of at most {think:g} s"
-    result.settings = bench_load.settings(args, target, arrivals, result.cpu_share) | {"requests": f"sessions of {args.sessions}"}
+    load = {"longest_think": think, "duration": args.duration, "beside": beside, "max_concurrency": args.max_concurrency}
+    measured = measure_sessions(target, sessions, users, **load, seed=args.seed, warmups=args.num_warmups, progress=progress)
+    result, replays = measured.run, measured.replays
+    result.settings = bench_load.settings(args, target, arrivals, result.cpu_share) | {"requests": requests}
     figures = bench_load.print_figures(args, result.records)
-    print(_block(replays, figures.duration))
+    print(block(replays, figures.duration))
     fields = {
         "users": users,
         "max_think_time": think,
         **session_figures(replays, figures.duration),
+        **{f"{group}s": grouped(replays, group, figures.duration) for group in GROUPS},
         "replays": [replay.to_json() for replay in replays],
     }
+    if beside:
+        others = Figures(measured.others, figures.goodput)
+        print(others_block(others))
+        fields["without_session"] = others.to_json(args.metric_percentiles)
     return bench_load.finish(args, target, result, figures, f"sessions-{users}users", fields)
 
 
-def _block(replays: list[SessionRecord], duration: float) -> str:
-    """The report of the sessions."""
-    lines = ["Sessions".center(WIDTH, "-")]
-    for name, value in session_figures(replays, duration).items():
-        if isinstance(value, float):
-            shown = f"{value * 100:.1f}" if name == "cached_share" else f"{value:.2f}"
-        else:
-            shown = "-" if value is None else str(value)
-        lines.append(f"{_LABELS[name]:<40} {shown}")
-    return "\n".join([*lines, "=" * WIDTH])
+def _beside(args: argparse.Namespace, longest: int | None) -> tuple[list[Job], str]:
+    """The requests without a session that the flags ask for, and a description of their arrivals.
+
+    A trace's clients are tenants, as in `chairlift simulate`. Raises InvalidSetting for a client whose name no tenant may have.
+    """
+    if not any((args.dataset_path, args.dataset_name, args.num_prompts, args.request_rate, args.max_concurrency, args.ramp_up_strategy)):
+        return [], ""
+    count, rate = args.num_prompts, args.request_rate
+    if count is None and not args.dataset_path and args.duration and rate and math.isfinite(rate):
+        count = math.ceil(rate * args.duration)
+    jobs, description = bench_load.schedule(args, bench_load.RequestSource(args, longest).jobs(count, args.seed))
+    for job in jobs:
+        if job.client is not None and not TENANT.fullmatch(job.client):
+            raise InvalidSetting(f"{args.dataset_path}: the client {job.client!r:.40} is no name of a tenant")
+    limit = "" if args.max_concurrency is None else f", at most {args.max_concurrency} at a time"
+    before_end = [job for job in jobs if job.due is None or args.duration is None or job.due < args.duration]
+    return [replace(job, tenant=job.client or "") for job in before_end], description + limit

@@ -133,12 +133,16 @@ def _run_sessions(args: argparse.Namespace) -> int:
     )
     note = basis(args.model, on, engine)
     if args.json:
-        refused = {"refused_for": dict(result.result.refused_for)}
-        print(json.dumps(result.figures() | refused | {"wall_s": result.wall, "basis": note}, indent=1))
+        more = {"refused_for": dict(result.result.refused_for), "tenants": result.grouped("tenant"), "replays": result.replays()}
+        print(json.dumps(result.figures() | more | {"wall_s": result.wall, "basis": note}, indent=1))
         return 0
     speed = f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time)."
-    reasons = table.refusals(result.result.refused_for)
-    print("\n".join([table.text(table.sessions(result.figures())), "", table.wrapped([*reasons, speed, note])]))
+    notes = [*table.refusals(result.result.refused_for), speed, note]
+    if result.tiers:
+        notes.insert(0, f"The tiers of the sessions ({', '.join(result.tiers)}) are not simulated: all requests are of the tier default.")
+    tenants = table.group(result.grouped("tenant"), "tenant")
+    tables = [table.text(lines) for lines in (table.sessions(result.figures()), tenants) if lines]
+    print("\n\n".join([*tables, table.wrapped(notes)]))
     return 0
 
 
@@ -186,7 +190,7 @@ def _summary(result: Result, basis: str) -> str:
         [
             table.text(table.cells({"": result})[1:]),
             "",
-            *(line for group in GROUPS if (lines := table.group(result, group)) for line in (table.text(lines), "")),
+            *(line for group in GROUPS if (lines := table.group(result.grouped(group), group)) for line in (table.text(lines), "")),
             *([table.wrapped(notes), ""] if (notes := table.notes(result)) else []),
             f"Mean time in each state: {table.states(result)}",
             f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time), "

@@ -44,6 +44,8 @@ http://127.0.0.1:8000/dashboard shows more in a browser.
 
 _MAX_SESSIONS = 5
 """Sessions that are shown."""
+_MAX_MISSES = 4
+"""Reasons for cache misses that are shown: those of the most tokens."""
 _MAX_SHADOW_GROUPS = 3
 """Tenants and sessions of a shadow's report that are shown: those with the most requests."""
 
@@ -112,6 +114,7 @@ def frame(state: Mapping[str, Any], console: Console) -> RenderableType:
         _beside(_latency(state["latency"], console), _waiting(stats, console), console),
         *_shadow(state.get("shadow"), console),
         *_tiers(state.get("tiers", ()), console),
+        *_cache_misses(state.get("cache_misses", ()), console),
         *_sessions(state.get("sessions", ()), console),
         Text(),
     ]
@@ -262,14 +265,30 @@ def _sessions(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Rende
     """The latest sessions. Their names, which clients choose, are cut to the width that is left."""
     if not rows:
         return []
+    missed = [_missed(row.get("missed_for", {})) for row in rows[:_MAX_SESSIONS]]
     longest = max(8, min(40, console.width - 79))
     cells: list[Sequence[str | Text]] = []
     for row in rows[:_MAX_SESSIONS]:
         counts = f"{row['turns']:,}", f"{row['prompt_tokens']:,}", f"{row['cached_tokens'] / max(1, row['prompt_tokens']):.0%}"
         times = (_seconds(row[key]) for key in ("waited_s", "turn_wait_s", "compute_s", "quiet_s"))
         cells.append((Text(_shown(row["session"], longest)), Text(row["tenant"]), *counts, f"{row['output_tokens']:,}", *times))
-    columns = ("session", "tenant", "turns ", "prompts ", "cached ", "output ", "waited ", "for turns ", "compute ", "quiet ")
-    return [Text(), _table(console, columns, cells, ("compute ", "for turns ", "tenant", "quiet "))]
+    columns = ["session", "tenant", "turns ", "prompts ", "cached ", "output ", "waited ", "for turns ", "compute ", "quiet "]
+    if any(missed):
+        columns, cells = [*columns, "missed"], [[*cell, one or "-"] for cell, one in zip(cells, missed, strict=True)]
+    return [Text(), _table(console, columns, cells, ("compute ", "for turns ", "tenant", "quiet ", "missed"))]
+
+
+def _missed(tokens: Mapping[str, int]) -> str:
+    """The tokens that a session computed again although the cache had had them, with the reason for most of them."""
+    return f"{sum(tokens.values()):,} {max(tokens, key=tokens.__getitem__)}" if tokens else ""
+
+
+def _cache_misses(rows: Sequence[Mapping[str, Any]], console: Console) -> list[RenderableType]:
+    """The reasons for which turns missed the prefix cache."""
+    if not rows:
+        return []
+    cells = [(row["reason"], f"{row['turns']:,}", f"{row['tokens']:,}", Text(row["what"], style="dim")) for row in rows[:_MAX_MISSES]]
+    return [Text(), _table(console, ("cache misses", "turns ", "tokens ", "meaning"), cells, ("meaning",))]
 
 
 def _running(rows: Sequence[Mapping[str, Any]], limit: int, console: Console) -> Table:

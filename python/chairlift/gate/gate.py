@@ -210,7 +210,7 @@ class Gate:
         miss = self._conversations.add(tenant, name, prompt, usage, self._estimates[held.upstream].token_seconds)
         if miss is not None:
             service_of(request).turns.add_miss(held.id, request.state.reader, miss)
-            self._model.metrics.count_cache_miss(miss)
+            self._model.metrics.count_cache_miss(miss, tenant, None)
 
     def _headers(self, headers: RawHeaders, request: Request) -> RawHeaders:
         """The headers for the upstream: the client's, without its key if that is the gate's, and the id under which the gate knows it."""

@@ -28,6 +28,16 @@ class MissReason(StrEnum):
     EVICTED = "evicted"
     UPSTREAM = "upstream_missed"
 
+    @property
+    def what(self) -> str:
+        """The reason in words."""
+        return _MEANINGS[self].what
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        return _MEANINGS[self].advice
+
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
@@ -140,13 +150,13 @@ class CacheMiss:
 
     def summary(self) -> str:
         """Returns the cause in a sentence."""
-        meaning, field = _MEANINGS[self.reason], self.difference.field
+        field = self.difference.field
         where = f" ({field})" if field else ""
         seconds = "" if self.seconds is None else f", about {self.seconds:.2g} s"
         if whom := [_TAKERS.get(name, name) for name, _ in sorted(self.evicted_for.items(), key=lambda one: -one[1])]:
             where = f" (for {' and '.join(whom)})"
         lost = f"{self.missed_tokens} of {self.reusable_tokens} tokens were computed again{seconds}"
-        return f"Cache miss: {meaning.what}{where}. {lost}."
+        return f"Cache miss: {self.reason.what}{where}. {lost}."
 
     def json(self, *, with_texts: bool) -> dict[str, Any]:
         """Returns the object of explanations. `with_texts` adds both sides' texts, which only the tenant may see."""
@@ -160,7 +170,7 @@ class CacheMiss:
             "reusable_tokens": self.reusable_tokens,
             "seconds": self.seconds,
             "summary": self.summary(),
-            "advice": _MEANINGS[self.reason].advice,
+            "advice": self.reason.advice,
         }
 
     def openai(self) -> dict[str, Any]:

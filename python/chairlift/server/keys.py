@@ -15,13 +15,10 @@ from typing import Any
 
 from chairlift.config import LARGEST_WEIGHT
 from chairlift.errors import InvalidSetting
-from chairlift.scheduling import TIERS, Scheduling
+from chairlift.scheduling import TENANT, TIERS, Scheduling
 from chairlift.server.toml_file import read_text
 
 logger = logging.getLogger(__name__)
-
-TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-"""Allowed names of tenants."""
 
 # A key may end in base64 padding; a tenant's name has no "=".
 _NAMED_KEY = re.compile(rf"({TENANT.pattern})=([^=].*)")

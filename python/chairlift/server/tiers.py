@@ -8,8 +8,8 @@ from typing import Any
 
 from chairlift.config import LARGEST_TIER_WEIGHT
 from chairlift.errors import InvalidRequest, InvalidSetting
-from chairlift.scheduling import LONGEST_MS, TIER_WEIGHTS, TIERS, Scheduling
-from chairlift.server.keys import TENANT, Keys
+from chairlift.scheduling import LONGEST_MS, TENANT, TIER_WEIGHTS, TIERS, Scheduling
+from chairlift.server.keys import Keys
 from chairlift.server.toml_file import line_of, read_toml
 
 _FAST = ("fast", "ultrafast")

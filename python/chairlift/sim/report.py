@@ -45,7 +45,7 @@ def page(results: Mapping[str, Result], title: str, notes: Sequence[str], base: 
     made.table(header, rows)
     for name, result in results.items():
         for group in GROUPS:
-            if lines := table.group(result, group):
+            if lines := table.group(result.grouped(group), group):
                 made.heading(f"By {group}" + (f": {name}" if len(results) > 1 else ""))
                 made.table(lines[0], lines[1:])
         made.notes(table.notes(result))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from chairlift import _core
 from chairlift.bench.sessions import RecordedSession, read_sessions
 from chairlift.errors import InvalidSetting, InvalidTrace
+from chairlift.sim import groups
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.policy import report_failure
 from chairlift.sim.result import Result
@@ -43,13 +44,23 @@ class SessionsResult:
     """
 
     def __init__(
-        self, report: Mapping[str, Any], settings: Mapping[str, Any], users: int, span: float, wall: float, weights: Mapping[str, int]
+        self,
+        report: Mapping[str, Any],
+        recorded: Sequence[RecordedSession],
+        settings: Mapping[str, Any],
+        users: int,
+        span: float,
+        wall: float,
+        weights: Mapping[str, int],
     ) -> None:
         self.result = Result(report["engines"], settings, wall, weights=weights)
         """All requests, with those of the warm-up."""
         self.users, self.span, self.wall = users, span, wall
-        first = 1e6 * span * WARM_UP
-        self.requests = self.result.requests[self.result.requests["ended"] >= first]
+        self._recorded = recorded
+        self.tiers = sorted({session.tier for session in recorded} - {"default"})
+        """The sessions' tiers, which are not simulated: all requests are of the tier `default`."""
+        self._counts = self.result.requests["ended"] >= 1e6 * span * WARM_UP
+        self.requests = self.result.requests[self._counts]
         self.sessions: NDArray[Any] = np.frombuffer(report["sessions"], _SEEN)
         self.context_tokens: int = report["context_tokens"]
         """The mean tokens of all live sessions' contexts. With a cache that loses nothing it is the working set."""
@@ -58,13 +69,42 @@ class SessionsResult:
 
     @property
     def slowdowns(self) -> NDArray[np.float64]:
-        """How many times longer each session took than alone."""
+        """How many times longer each session took than alone, without those that are too short to say."""
+        of_each = self._slowdowns()
+        slowdowns: NDArray[np.float64] = of_each[~np.isnan(of_each)]
+        return slowdowns
+
+    def grouped(self, group: str) -> dict[str, dict[str, float | None]]:
+        """The figures of `requests` by tenant or session: see `groups.figures`."""
+        return groups.grouped(self.requests, self.result.labels(group)[self._counts])
+
+    def replays(self) -> list[dict[str, Any]]:
+        """The rows of `sessions`, with times in seconds and the names of `chairlift bench serve --sessions`.
+
+        The slowdown over alone is None if the session is too short to say.
+        """
+        return [
+            {
+                "session": int(one["session"]),
+                "tenant": self._recorded[one["session"]].tenant,
+                "began": one["began"] / 1e6,
+                "ended": one["ended"] / 1e6,
+                "seconds": (one["ended"] - one["began"]) / 1e6,
+                "complete": bool(one["complete"]),
+                "requests": int(one["turns"]),
+                "slowdown": None if np.isnan(slowdown) else float(slowdown),
+                "longest_wait": one["longest_wait"] / 1e6,
+            }
+            for one, slowdown in zip(self.sessions, self._slowdowns(), strict=True)
+        ]
+
+    def _slowdowns(self) -> NDArray[np.float64]:
+        """The slowdown of each row of `sessions`, NaN if it is too short to say."""
         seen = self.sessions
         took = (seen["ended"] - seen["began"]) / 1e6
         # A session that waits at the end counts although few of its requests were answered.
         long = (took > MEASURED_SECONDS) & ((seen["turns"] >= MEASURED_TURNS) | (seen["longest_wait"] > 300e6))
-        slowdowns: NDArray[np.float64] = took[long] / np.maximum(seen["alone"][long] / 1e6, 30.0)
-        return slowdowns
+        return np.where(long, took / np.maximum(seen["alone"] / 1e6, 30.0), np.nan)
 
     def figures(self) -> dict[str, float | None]:
         """The figures by name: rates, the part of prompt tokens that were cached, seconds, and slowdowns."""
@@ -168,7 +208,7 @@ def run_sessions(
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
     report_failure(numbers.get("scheduling_policy"))
-    return SessionsResult(report, numbers, users, duration, time.perf_counter() - start, weights)
+    return SessionsResult(report, sessions, numbers, users, duration, time.perf_counter() - start, weights)
 
 
 def _arrays(sessions: Sequence[RecordedSession], tenants: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

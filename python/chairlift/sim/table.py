@@ -129,9 +129,8 @@ def cells(results: Mapping[str, Result], base: str | None = None) -> list[list[s
     return lines
 
 
-def group(result: Result, by: str, limit: int = 20) -> list[list[str]]:
-    """A header and a line for each tenant, session or tier, ordered by service; empty for a single one."""
-    figures = result.grouped(by)
+def group(figures: Mapping[str, Mapping[str, float | None]], by: str, limit: int = 20) -> list[list[str]]:
+    """A header and a line for each tenant, session or tier of `Result.grouped(by)`, ordered by service; empty for a single one."""
     if len(figures) < 2:
         return []
     shown = sorted(figures, key=lambda name: (-(figures[name]["service"] or 0), name))[:limit]

@@ -421,7 +421,7 @@ def test_chat_streams_end_with_the_diagnostics(served):
 
 
 def test_misses_are_counted_by_reason(served, session):
-    _, http, _ = served
+    _, http, service = served
     session.engine.cached.clear()
     session.engine.replicas[0].restarts += 1
 
@@ -433,9 +433,14 @@ def test_misses_are_counted_by_reason(served, session):
             for kind in ("misses_total", "missed_tokens_total")
         ]
 
-    before = counts()
-    miss = session.third()["cache_miss"]
+    def of_session():
+        [row] = [row for row in service.default.metrics.sessions.rows(None) if row["session"] == "s"]
+        return row["missed_for"].get("engine_restarted", 0)
+
+    before, missed = counts(), of_session()
+    miss = session.third(**{"x-session-id": "s"})["cache_miss"]
     assert [after - one for after, one in zip(counts(), before, strict=True)] == [1, miss["missed_tokens"]]
+    assert of_session() - missed == miss["missed_tokens"]
 
 
 @pytest.fixture(scope="module")

@@ -142,8 +142,9 @@ class CurrentTurn:
             self.miss = replace(self.miss, reason=MissReason.STATE)
         elif self.miss.reason is MissReason.EVICTED and timeline is not None:
             self.miss = replace(self.miss, evicted_for=timeline.evicted_for)
-        self._turns.add_miss(self._turn.answer_id, self._labels.tenant.reader, self.miss)
-        self._model.metrics.count_cache_miss(self.miss)
+        tenant = self._labels.tenant
+        self._turns.add_miss(self._turn.answer_id, tenant.reader, self.miss)
+        self._model.metrics.count_cache_miss(self.miss, tenant.name, self._labels.thread)
 
     def _answered(self, conversation: list[dict[str, Any]]) -> Iterator[tuple[int, Found]]:
         """Yields the turns whose answers the conversation has, the last first, with the number of assistant's messages after each."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import InvalidRequest, brief
+from chairlift.scheduling import TENANT
 from chairlift.server.errors import ApiError, api_error, for_route
 from chairlift.server.http.sockets import is_loopback
-from chairlift.server.keys import RESERVED_NAMES, TENANT, Keys, Tenant
+from chairlift.server.keys import RESERVED_NAMES, Keys, Tenant
 from chairlift.server.middleware.disconnect import run_until_disconnect
 from chairlift.server.observability.request_context import CURRENT_REQUEST, FIRST_BYTE, TRACE_HEADERS, RequestContext
 from chairlift.server.service import Service

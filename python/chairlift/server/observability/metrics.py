@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 
 from chairlift.outputs import RequestOutput, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.cache_miss import CacheMiss
+from chairlift.server.cache_miss import CacheMiss, MissReason
 from chairlift.server.keys import Reader
 from chairlift.server.observability import engine_stats
 from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics
@@ -167,11 +167,19 @@ class Metrics:
         """Counts a request whose answers another engine goes on with."""
         self._resumed.inc()
 
-    def count_cache_miss(self, miss: CacheMiss) -> None:
-        """Counts a turn that missed the prefix cache."""
+    def count_cache_miss(self, miss: CacheMiss, tenant: str, session: str | None) -> None:
+        """Counts a turn that missed the prefix cache, for its session too if it has one."""
         labels = {**self._labels, "reason": str(miss.reason)}
         self._misses.labels(**labels).inc()
         self._missed.labels(**labels).inc(miss.missed_tokens)
+        if session is not None:
+            self.sessions.add_miss(tenant, session, miss)
+
+    def cache_misses(self) -> list[dict[str, Any]]:
+        """Returns the turns that missed the prefix cache and the tokens they computed again, by reason, the most tokens first."""
+        turns, tokens = (_by_reason(counter) for counter in (self._misses, self._missed))
+        rows = [{"reason": one, "turns": turns[one], "tokens": tokens[one], "what": one.what, "advice": one.advice} for one in turns]
+        return sorted(rows, key=lambda row: -row["tokens"])
 
     def count_rejected(self, reason: str) -> None:
         """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""
@@ -202,6 +210,11 @@ class Metrics:
                 tier, target, met = (sample.labels[label] for label in ("tier", "target", "met"))
                 counts.setdefault(tier, {}).setdefault(target, {"true": 0, "false": 0})[met] = int(sample.value)
         return counts
+
+
+def _by_reason(counter: Counter) -> dict[MissReason, int]:
+    samples = next(iter(counter.collect())).samples
+    return {MissReason(sample.labels["reason"]): int(sample.value) for sample in samples if sample.name.endswith("_total")}
 
 
 def collect(models: Iterable[Metrics]) -> list[Metric]:

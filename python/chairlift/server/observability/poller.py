@@ -93,6 +93,7 @@ class SnapshotPoller:
             "load": engine_stats.load(stats),
             "stats": {name: value for name, value in stats.pack().items() if name not in ("tenants", "classes")},
             "latency": self._latency(None),
+            "cache_misses": self._model.metrics.cache_misses(),
             "tiers": [row for tier in _TIERS if (row := self._tier(tier, targets.get(tier, {})))],
             "running": self._requests("running", None),
             "waiting": self._requests("waiting", None),
@@ -117,7 +118,8 @@ class SnapshotPoller:
             saturation=engine_stats.coarse(stats.saturation),
         )
         shown = {name: getattr(own, name) for name in ("running", "waiting", "slots", "total_blocks", "free_blocks", "waiting_by_state")}
-        nothing = {"latency": {"window": None}, "tiers": [], "kv_map": "", "blocks_per_cell": 1, "steps": [], "samples": []}
+        nothing = {"latency": {"window": None}, "tiers": [], "cache_misses": [], "kv_map": "", "blocks_per_cell": 1}
+        nothing |= {"steps": [], "samples": []}
         return {"load": engine_stats.load(own), "stats": shown, "running": running, "waiting": waiting, **nothing}
 
     @property

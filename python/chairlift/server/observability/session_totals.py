@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from chairlift.outputs import Timeline
+from chairlift.server.cache_miss import CacheMiss
 from chairlift.server.keys import Reader, sees
 from chairlift.timeline import WAITING
 
@@ -30,6 +31,8 @@ class _Totals:
     """For the session's turn."""
     compute_s: float = 0.0
     """Its share of the steps' times, as in `Timeline.compute_seconds`."""
+    missed_for: dict[str, int] = field(default_factory=dict)
+    """Tokens that were computed again although the turn before had left them in the cache, by reason."""
     ended: float = 0.0
     """When its last request ended, on the monotonic clock."""
 
@@ -49,12 +52,7 @@ class SessionTotals:
         self, tenant: str, session: str, prompt_tokens: int, cached_tokens: int, output_tokens: int, timelines: Sequence[Timeline]
     ) -> None:
         """Adds a request, with the `cached_tokens` of its usage. Of several answers the one that waited longest counts."""
-        key = tenant, session
-        if key not in self._sessions:
-            self._make_room()
-            self._of_tenant[tenant] += 1
-        totals = self._sessions.setdefault(key, _Totals())
-        self._sessions.move_to_end(key)
+        totals = self._totals(tenant, session)
         totals.turns += 1
         totals.prompt_tokens += prompt_tokens
         totals.cached_tokens += cached_tokens
@@ -63,6 +61,11 @@ class SessionTotals:
         totals.turn_wait_s += max((timeline.states.get("wait_session", 0.0) for timeline in timelines), default=0.0)
         totals.compute_s += sum(timeline.compute_seconds for timeline in timelines)
         totals.ended = time.monotonic()
+
+    def add_miss(self, tenant: str, session: str, miss: CacheMiss) -> None:
+        """Adds a turn that missed the cache, before it is added as a request."""
+        missed = self._totals(tenant, session).missed_for
+        missed[str(miss.reason)] = missed.get(str(miss.reason), 0) + miss.missed_tokens
 
     def rows(self, reader: Reader) -> list[dict[str, Any]]:
         """Returns the latest sessions that `reader` may see, the latest first, with `quiet_s`, the seconds since the last request's end."""
@@ -75,6 +78,16 @@ class SessionTotals:
             if len(rows) == MAX_ROWS:
                 break
         return rows
+
+    def _totals(self, tenant: str, session: str) -> _Totals:
+        """Returns the totals of a session, which is now the latest."""
+        key = tenant, session
+        if key not in self._sessions:
+            self._make_room()
+            self._of_tenant[tenant] += 1
+            self._sessions[key] = _Totals(ended=time.monotonic())
+        self._sessions.move_to_end(key)
+        return self._sessions[key]
 
     def _make_room(self) -> None:
         if len(self._sessions) < MAX_SESSIONS:

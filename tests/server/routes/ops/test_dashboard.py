@@ -16,6 +16,7 @@ from rich.console import Console
 from chairlift.cli import top
 from chairlift.engine.replica import Replica
 from chairlift.engine.stats import COUNTERS, Stats
+from chairlift.server.cache_miss import CacheMiss, MissReason
 from chairlift.server.lifecycle import ModelState
 from chairlift.server.model import ServedModel
 from chairlift.server.observability import poller
@@ -185,6 +186,39 @@ def test_the_numbers_of_a_session_are_those_of_usage_explanations_and_metrics(qu
     console = Console(file=io.StringIO(), width=160)
     console.print(top.frame(state, console))
     assert re.search(r"^a +alice +2 +26 +8% +9 +3.00 s +0.0 ms +750.0 ms ", console.file.getvalue(), re.MULTILINE)
+
+
+def test_cache_misses_are_told_by_reason_and_by_session(quick):
+    misses = [CacheMiss(MissReason.HISTORY, 200, 500), CacheMiss(MissReason.TOOLS, 300, 500), CacheMiss(MissReason.HISTORY, 250, 500)]
+    with serving(FakeEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, service), httpx.Client(base_url=base) as http:
+        counts = service.default.metrics
+
+        def read(key):
+            return http.get("/dashboard/data", headers={"authorization": f"Bearer {key}"}).json()
+
+        assert read("sk-3")["cache_misses"] == []
+        for miss in misses:
+            counts.count_cache_miss(miss, "alice", "a")
+        counts.count_cache_miss(CacheMiss(MissReason.EVICTED, 7, 500), "bob", None)
+        headers = {"authorization": "Bearer sk-1", "x-session-id": "a"}
+        http.post("/v1/completions", json={"prompt": "drafted words", "max_tokens": 3}, headers=headers)
+        operator, alice, bob = map(read, ("sk-3", "sk-1", "sk-2"))
+        metrics = http.get("/metrics", headers={"authorization": "Bearer sk-3"}).text
+    rows = [(one["reason"], one["turns"], one["tokens"]) for one in operator["cache_misses"]]
+    assert rows == [("history_edited", 2, 450), ("tools_changed", 1, 300), ("evicted", 1, 7)]
+    assert operator["cache_misses"][0]["what"] == "an earlier message has changed"
+    assert operator["cache_misses"][0]["advice"].startswith("return earlier messages")
+    assert dict(re.findall(r'^chairlift_prompt_cache_missed_tokens_total{.*reason="(\w+)"} (\S+)$', metrics, re.MULTILINE)) == {
+        reason: f"{tokens}.0" for reason, _, tokens in rows
+    }
+    [session] = alice["sessions"]
+    assert (session["turns"], session["missed_for"]) == (1, {"history_edited": 450, "tools_changed": 300})
+    assert (alice["cache_misses"], bob["cache_misses"], bob["sessions"]) == ([], [], [])
+    console = Console(file=io.StringIO(), width=160)
+    console.print(top.frame(operator, console))
+    shown = console.file.getvalue()
+    assert re.search(r"^history_edited +2 +450 +an earlier message has changed", shown, re.MULTILINE)
+    assert re.search(r"^a +alice .* 750 history_edited *$", shown, re.MULTILINE)
 
 
 def test_sessions_are_bounded_and_a_tenant_displaces_its_own():
