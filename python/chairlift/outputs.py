@@ -70,7 +70,7 @@ class Timeline:
     preemptions: int
     swaps: int
     block_seconds: float
-    """KV blocks held, multiplied by the seconds that it held them."""
+    """KV blocks multiplied by the seconds that it held them, or that its session kept them for it since its previous request."""
     compute_seconds: float
     """Its parts of the times of its steps. Over all requests they sum to the engine's step time."""
     energy_joules: float | None

@@ -126,7 +126,8 @@ pub struct Timeline {
     /// Number of preemptions, by [`PreemptionReason`].
     #[serde(serialize_with = "nonzero::<PreemptionReason, _, _>")]
     pub preempted_for: [u32; PREEMPTION_REASONS],
-    /// KV blocks multiplied by the microseconds they were held. A shared block counts once for each holder.
+    /// KV blocks multiplied by the microseconds they were held. A shared block counts once for each holder. Those that the request's session
+    /// kept in its turn, since its previous request, are included.
     pub block_us: u64,
     /// The request's tenant.
     pub tenant: Arc<str>,
@@ -360,6 +361,11 @@ impl Account {
     pub(crate) fn hold(&mut self, blocks: usize, clocks: &Clocks) {
         self.block_us += self.held * (clocks.now - self.held_since);
         (self.held, self.held_since) = (blocks as u64, clocks.now);
+    }
+
+    /// Adds what the sequence's session kept for it, in blocks multiplied by microseconds.
+    pub(crate) fn keep(&mut self, block_us: u64) {
+        self.block_us += block_us;
     }
 
     /// Records a preemption. `by` is the request that needed the blocks, or `None` if it was the sequence itself.

@@ -56,7 +56,12 @@ impl Scheduler {
         let short = self.kv.limit() * SHORT / 100;
         let waits = self.sessions.enter(&joins, joined, (room as u32, short as u32), now, &mut self.kv);
         let owner = self.sessions.owner(joined.of);
-        self.seqs[id].set_session(joined.of, owner);
+        let seq = &mut self.seqs[id];
+        seq.set_session(joined.of, owner);
+        // What a held sequence keeps is counted there.
+        if seq.request().continues.is_none() {
+            seq.account.keep(joined.kept_block_us);
+        }
         waits
     }
 

@@ -34,6 +34,8 @@ pub(crate) struct Joins<'a> {
 #[must_use = "the session is in no order"]
 pub(crate) struct Joined {
     pub(crate) of: SessionRef,
+    /// Blocks of the session multiplied by the microseconds for which it kept them without a request.
+    pub(crate) kept_block_us: u64,
     /// Leading blocks of the prompt that the session has computed before.
     known: u32,
     /// Whether the session had no request before.
@@ -51,7 +53,7 @@ impl Sessions {
         self.remove_from_orders(id);
         let mut forgotten = Vec::new();
         let session = &mut self.directory[id];
-        let is_first = session.is_new();
+        let (is_first, kept_block_us) = (session.is_new(), session.take_kept(now));
         (session.tenant, session.tier) = (joins.tenant, joins.tier);
         let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
         for name in &forgotten {
@@ -60,7 +62,7 @@ impl Sessions {
         if let Some(name) = subagent {
             self.directory.name(id, name);
         }
-        Some(Joined { of: SessionRef { session: id, thread }, known, is_first, no_line })
+        Some(Joined { of: SessionRef { session: id, thread }, kept_block_us, known, is_first, no_line })
     }
 
     /// Whether the session that a request has joined becomes active if it fits.

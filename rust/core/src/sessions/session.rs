@@ -87,6 +87,8 @@ pub(crate) struct Session {
     /// Requests in the queue or running.
     requests: u32,
     quiet_since: Time,
+    /// Blocks multiplied by the microseconds that they were kept, since the latest request and until the session was parked.
+    kept_block_us: u64,
     /// Whether the latest answer called no tool, so that the user goes on.
     pub(super) awaits_user: bool,
     /// Whether the tenant has said that it sends no more requests of the session.
@@ -110,6 +112,7 @@ impl Session {
             waiting: Vec::new(),
             requests: 0,
             quiet_since: 0,
+            kept_block_us: 0,
             awaits_user: false,
             ended: false,
             used: 0,
@@ -144,6 +147,21 @@ impl Session {
     /// When the latest request ended.
     pub(super) fn quiet_since(&self) -> Time {
         self.quiet_since
+    }
+
+    /// Ends the session's turn. Its blocks are no longer kept.
+    pub(super) fn park(&mut self, now: Time) {
+        self.kept_block_us = self.take_kept(now);
+        self.state = State::Parked;
+    }
+
+    /// Blocks multiplied by the microseconds that they were kept without a request, since the last call. Call it before the next request.
+    pub(super) fn take_kept(&mut self, now: Time) -> u64 {
+        let kept = match self.state {
+            State::Active { since } if self.is_quiet() => u64::from(self.blocks) * now.saturating_sub(since.max(self.quiet_since)),
+            _ => 0,
+        };
+        std::mem::take(&mut self.kept_block_us) + kept
     }
 
     /// Tokens of each thread's context.

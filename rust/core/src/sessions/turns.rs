@@ -161,8 +161,8 @@ impl Sessions {
         self.knows(of) && self.directory[of.session].is_active()
     }
 
-    fn park(&mut self, id: SessionId, kv: &mut Kv) {
-        self.change(id, |session| session.state = State::Parked);
+    fn park(&mut self, id: SessionId, now: Time, kv: &mut Kv) {
+        self.change(id, |session| session.park(now));
         kv.rank_owner(self.directory[id].owner, EvictionClass::Parked);
     }
 

@@ -491,3 +491,35 @@ fn a_session_that_always_has_requests_makes_room_when_its_turn_is_over() {
         }
     }
 }
+
+#[test]
+fn blocks_that_a_session_keeps_between_requests_are_billed_to_the_next_one() {
+    let billed = |gap: Time, named: bool| {
+        let mut lab = lab(config(&Fcfs));
+        for tag in 1..3 {
+            let request = turn(tag, 1);
+            lab.add(Request { session: request.session.clone().filter(|_| named), ..request });
+            run(&mut lab);
+            lab.now += gap;
+        }
+        lab.ended[&2].block_us
+    };
+    assert_eq!(billed(5 * SECOND, true) - billed(0, true), 75 * 5 * SECOND);
+    assert_eq!(billed(5 * SECOND, false), billed(0, false), "no session keeps them");
+}
+
+#[test]
+fn blocks_of_a_parked_session_are_not_billed() {
+    let mut lab = two_of_three(config(&Fcfs));
+    // A minute and more without a request: session 1 makes room for session 3.
+    lab.now += 70 * SECOND;
+    run(&mut lab);
+    let parked_at = lab.ended[&3].submitted + waited(&lab, 3);
+    lab.now += 100 * SECOND;
+    lab.add(turn(4, 1));
+    run(&mut lab);
+    let quiet = parked_at - lab.ended[&1].ended;
+    assert!((70 * SECOND..75 * SECOND).contains(&quiet), "{quiet}");
+    let billed = lab.ended[&4].block_us - 75 * quiet;
+    assert!(billed < 75 * 2 * SECOND, "{billed} beside what its own computing took");
+}

@@ -23,12 +23,12 @@ impl Sessions {
     pub(crate) fn park_excess(&mut self, most: u32, now: Time, kv: &mut Kv) {
         let first = |sessions: &Self| sessions.quiet_for(QUIET, now).next();
         while let Some((_, id)) = first(self) {
-            self.park(id, kv);
+            self.park(id, now, kv);
         }
         while self.load() > most {
             let first = self.turns.iter().take(CONSIDERED);
             let Some(&(_, id)) = first.min_by_key(|&&(_, id)| Reverse(self.tier(id))) else { break };
-            self.park(id, kv);
+            self.park(id, now, kv);
         }
     }
 
@@ -47,11 +47,11 @@ impl Sessions {
                 if self.load() + wanted > machine.blocks + self.leaving
                     && let Some(victim) = self.served(&self.busy, id, reload, machine)
                 {
-                    self.park(victim, kv);
+                    self.park(victim, machine.now, kv);
                 }
                 return false;
             };
-            self.park(victim, kv);
+            self.park(victim, machine.now, kv);
         }
         true
     }
