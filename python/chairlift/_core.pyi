@@ -659,18 +659,21 @@ def simulate_sessions(
     replicas: int = 1,
     routing: str = "round-robin",
     read_ns_per_block: int = 0,
+    beside: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None,
 ) -> dict[str, Any]:
     """Simulates users that run recorded sessions in a closed loop, in virtual time.
 
-    `sessions` is int64 [S, 6]: threads, requests, blocks, shared blocks, group and tenant of each. `parents` has the block before each
-    block of a session, one session after another; block 0 is the beginning. `turns` is int64 [N, 7]: a request's thread, microseconds since
-    the answer before it, tokens of prompt and output, the last full block of the prompt, and the first and the number of the threads that
-    run before it. Blocks have `block` tokens. `users` are their number, the longest time between an answer and the next request, the end
-    of the warm-up and of the simulation in microseconds, and a seed. `read_ns_per_block` is the time to read a block from a disk that has
-    all contexts; 0 without one. The others are those of `simulate`. Returns `engines`, a report of
-    each as in `simulate`; `sessions`, int64 [M, 7] of the replays with a request after the warm-up: the recorded session, when it began and
-    ended, answered requests, microseconds that it takes alone, the longest wait for a first token, and whether it is complete; and
-    `context_tokens`, the mean tokens of all live contexts after the warm-up. Raises ValueError.
+    `sessions` is int64 [S, 8]: threads, requests, blocks, shared blocks, group, tenant, tier (0 priority, 1 default, 2 flex) and weight of
+    each. `parents` has the block before each block of a session, one session after another; block 0 is the beginning. `turns` is int64
+    [N, 8]: a request's thread, microseconds since the answer before it, tokens of prompt and output, whether the output calls a tool, the
+    last full block of the prompt, and the first and the number of the threads that run before it. Blocks have `block` tokens. `users` are
+    their number, the longest time between an answer and the next request, the end of the warm-up and of the simulation in microseconds,
+    and a seed. `read_ns_per_block` is the time to read a block from a disk that has all contexts; 0 without one. `beside` are requests
+    without a session, their names and the tokens of a name, as in `simulate`; they get new tags. The others are those of `simulate`; the
+    weights of `tenants` are those of requests without a session. Returns `engines`, a report of each as in `simulate`; `sessions`, int64
+    [M, 7] of the replays with a request after the warm-up: the recorded session, when it began and ended, answered requests, microseconds
+    that it takes alone, the longest wait for a first token, and whether it is complete; and `context_tokens`, the mean tokens of all live
+    contexts after the warm-up. Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:

@@ -142,7 +142,7 @@ def test_join_shows_the_flag_that_it_needs(capsys):
     ("command", "usage"),
     [
         (["serve"], "chairlift serve [flags] [[NAME=]MODEL ...]"),
-        (["simulate"], "chairlift simulate [flags] (--trace FILE | --sessions PATH) [MODEL]"),
+        (["simulate"], "chairlift simulate [flags] [--trace FILE] [--sessions PATH] [MODEL]"),
         (["replay"], "chairlift replay [-h] [--set NAME=VALUE] [--policy NAME] [--json] [--report FILE] FILE"),
     ],
 )

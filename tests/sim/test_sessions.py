@@ -2,12 +2,14 @@
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from chairlift.bench.sessions import RecordedSession, SessionTurn, read_sessions
+from chairlift.bench.traces import TraceRequest
 from chairlift.cli import main
 from chairlift.errors import InvalidSetting, InvalidTrace
 from chairlift.sim.devices import Profile
@@ -182,11 +184,12 @@ def test_sessions_of_a_file_belong_to_tenants(tmp_path: Path, capsys: pytest.Cap
     assert main.main(command) == 0
     shown = capsys.readouterr().out
     assert {"alice", "bob", "(none)"} <= {text.split(" ")[0] for text in shown.splitlines()}
-    assert "The tiers of the sessions (flex) are not simulated" in shown
+    assert {"default", "flex"} <= {text.split(" ")[0] for text in shown.splitlines()}
     assert main.main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert set(told["tenants"]) == {"alice", "bob", ""}
-    assert {(one["session"], one["tenant"]) for one in told["replays"]} == {(0, "alice"), (1, "bob"), (2, "")}
+    assert (set(told["tenants"]), set(told["tiers"])) == ({"alice", "bob", ""}, {"flex", "default"})
+    replays = {(one["session"], one["tenant"], one["tier"]) for one in told["replays"]}
+    assert replays == {(0, "alice", "flex"), (1, "bob", "default"), (2, "", "default")}
     for one in told["replays"]:
         assert one["seconds"] == pytest.approx(one["ended"] - one["began"])
         assert one["slowdown"] is None, "they take less than a minute"
@@ -198,6 +201,49 @@ def test_replays_have_the_slowdowns_of_the_figures() -> None:
     assert told == result.slowdowns.tolist()
     assert max(told) == result.figures()["slowdown_worst"]
     assert sum(one["requests"] or 0 for one in result.grouped("tenant").values()) == len(result.requests)
+
+
+def test_sessions_of_a_less_urgent_tier_wait_for_the_others() -> None:
+    sessions = [replace(session(60, think=2.0), tier=tier) for tier in ("priority", "flex")]
+    blocks = run(sessions, users=8).context_tokens // BLOCK // 2
+    waits = {name: one["ttft_p99_s"] or 0.0 for name, one in run(sessions, 8, blocks).grouped("tier").items()}
+    assert waits["flex"] > 4 * waits["priority"]
+
+
+def test_the_weight_of_a_tier_is_a_factor_of_its_tenants_weight() -> None:
+    tiers = ("priority", "default", "flex")
+    settings = {"users": 9, "max_num_seqs": 1, "scheduling_policy": "fair", "session_turns": "off"}
+    sessions = [replace(session(200, 64, think=0.0), tenant=tier) for tier in tiers]
+    weighted = run(sessions, tenant_weights={"priority": 4, "default": 2}, **settings)
+    in_tiers = run([replace(one, tier=one.tenant) for one in sessions], **settings)
+    assert in_tiers.result.requests.tobytes() == weighted.result.requests.tobytes()
+    assert run(sessions, **settings).result.requests.tobytes() != weighted.result.requests.tobytes()
+
+
+def test_requests_without_a_session_arrive_beside_the_sessions() -> None:
+    others = [TraceRequest(2.0 * at, 100, 10, client="bob" if at % 2 else None) for at in range(400)]
+    alone, beside = run([session(20, think=5.0)], users=1), run([session(20, think=5.0)], users=1, beside=others)
+    assert (len(alone.others), len(beside.others)) == (0, 300), "those of the last six sevenths of 700 s"
+    assert len(beside.requests) == pytest.approx(len(alone.requests), abs=1)
+    assert set(beside.grouped("tenant")) == {"", "bob"}
+    assert beside.figures()["ttft_p50_s"] == pytest.approx(alone.figures()["ttft_p50_s"], abs=0.02)
+    again = run([session(20, think=5.0)], users=1, beside=others)
+    assert again.result.requests.tobytes() == beside.result.requests.tobytes()
+
+
+def test_the_command_takes_a_trace_beside_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(0, 2.0 * at, 1.0, 400 + 40 * at, at and 1, at and 100 + 10 * (at - 1)) for at in range(12)]
+    (tmp_path / "s.jsonl").write_text(line(*rows) + "\n")
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{at},50,5\n" for at in range(60)))
+    command = ["simulate", "--sessions", str(tmp_path / "s.jsonl"), "--users", "3", "--duration", "600", "--model", "SmolLM2-135M"]
+    trace = ["--trace", str(tmp_path / "t.csv"), "--num-requests", "600"]
+    assert main.main([*command, *trace]) == 0
+    assert "\nof sessions " in capsys.readouterr().out
+    assert main.main([*command, *trace, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["without_session"]["requests"] > 400
+    assert main.main([*command, "--num-requests", "5"]) == 2
+    assert main.main(["simulate", "--model", "SmolLM2-135M"]) == 2
+    assert "--trace FILE or --sessions PATH" in capsys.readouterr().err
 
 
 def test_no_sessions_are_refused() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from chairlift.cli import flags, policy_files, shared_models, values
 from chairlift.config import EngineConfig
+from chairlift.errors import InvalidSetting
 from chairlift.scheduling import ROUTINGS
 from chairlift.sim import table
 from chairlift.sim.devices import Profile, device
-from chairlift.sim.groups import GROUPS
+from chairlift.sim.groups import GROUPS, figures
 from chairlift.sim.models import ModelsResult, devices_of, simulate_models
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
@@ -30,6 +31,7 @@ examples:
   chairlift simulate --trace day.journal --rate-scale 4 --speculative-config '{"method": "off"}'
   chairlift simulate --trace mixed.csv --models models.toml --modelled-device H100
   chairlift simulate --sessions agents.jsonl.gz --users 32 --model Llama-3.1-8B --modelled-device H100
+  chairlift simulate --sessions agents.jsonl.gz --trace conv.csv --model Llama-3.1-8B --modelled-device H100
   chairlift calibrate -o here.json && chairlift simulate --trace conv.csv --modelled-device here.json
 
 The scheduler is the one that serves. Only time is simulated: a step takes as long as a roofline of the device's bandwidth and
@@ -44,7 +46,8 @@ step of one model at a time, chosen as by 'chairlift serve --models'. '--modelle
 file of 'chairlift calibrate' for each. Drafts are not simulated then.
 
 With --sessions, users run recorded sessions of agents in a closed loop: a request is sent when the answer before it has come and
-the recorded time has passed. Each user has one session at a time. The first seventh of the time is left out of the figures.
+the recorded time has passed. Each user has one session at a time. The first seventh of the time is left out of the figures. With
+--trace too, its requests arrive beside the sessions.
 
 Devices: H200, H100, A100, A10G, L4, RTX4090, cpu (two cores of a Xeon), or a file that 'chairlift calibrate' wrote.
 Models: Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B, Mistral-7B, Qwen2.5-7B, Qwen3-8B, Qwen3-32B, SmolLM2-135M,
@@ -56,10 +59,12 @@ well-known model of the same name. A file of 'chairlift calibrate' names its mod
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "simulate", summary, EXAMPLES, run)
+    parser.usage = "%(prog)s [--trace FILE] [--sessions PATH] [MODEL]"
     trace = "requests with their arrival times, prompt and output lengths; or a journal"
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", metavar="FILE", help=trace)
-    source.add_argument("--sessions", metavar="PATH", help=f"{flags.SESSIONS}, which users run in a closed loop")
+    parser.add_argument("--trace", metavar="FILE", help=trace)
+    parser.add_argument(
+        "--sessions", metavar="PATH", help=f"{flags.SESSIONS}, which users run in a closed loop, beside a trace if there is one"
+    )
     parser.add_argument("--users", type=values.whole(1, 10**6), metavar="N", help=f"users of --sessions (default: {USERS})")
     flags.add_max_think_time(parser, THINK_TIME)
     duration = f"seconds of --sessions to simulate (default: {DURATION / 3600:g} hours)"
@@ -91,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     """Simulates a trace or sessions and reports latencies and throughput."""
     if args.sessions is not None:
         return _run_sessions(args)
+    if args.trace is None:
+        raise InvalidSetting("name what to simulate: --trace FILE or --sessions PATH")
     flags.reject("it is for --sessions", users=args.users, max_think_time=args.max_think_time, duration=args.duration, disk=args.disk)
     if args.models is not None:
         return _run_models(args)
@@ -114,10 +121,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_sessions(args: argparse.Namespace) -> int:
     """Simulates users of sessions and reports their figures."""
-    scale = None if args.rate_scale == 1 else args.rate_scale
-    others = {"models": args.models, "rate_scale": scale, "num_requests": args.num_requests, "report": args.report}
-    flags.reject("it is for --trace", **others)
-    on, engine = device(args.modelled_device), args.engine
+    flags.reject("it is for --trace without --sessions", models=args.models, report=args.report)
+    on, engine, beside = device(args.modelled_device), args.engine, None
+    if args.trace is not None:
+        beside = ready(requests_of(args.trace, engine), args.rate_scale, args.num_requests)
+    else:
+        flags.reject("it is for --trace", rate_scale=None if args.rate_scale == 1 else args.rate_scale, num_requests=args.num_requests)
     settings = {name: getattr(engine, name) for name in SETTINGS}
     result = simulate_sessions(
         args.sessions,
@@ -127,21 +136,23 @@ def _run_sessions(args: argparse.Namespace) -> int:
         longest_think=THINK_TIME if args.max_think_time is None else args.max_think_time,
         duration=args.duration or DURATION,
         disk=args.disk,
+        beside=beside,
         replicas=args.replicas,
         routing=args.routing,
         **settings,
     )
     note = basis(args.model, on, engine)
     if args.json:
-        more = {"refused_for": dict(result.result.refused_for), "tenants": result.grouped("tenant"), "replays": result.replays()}
+        more = {"refused_for": dict(result.result.refused_for), "replays": result.replays()}
+        more |= {"tenants": result.grouped("tenant"), "tiers": result.grouped("tier")}
+        more |= {"without_session": figures(result.others)} if beside is not None else {}
         print(json.dumps(result.figures() | more | {"wall_s": result.wall, "basis": note}, indent=1))
         return 0
     speed = f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time)."
     notes = [*table.refusals(result.result.refused_for), speed, note]
-    if result.tiers:
-        notes.insert(0, f"The tiers of the sessions ({', '.join(result.tiers)}) are not simulated: all requests are of the tier default.")
-    tenants = table.group(result.grouped("tenant"), "tenant")
-    tables = [table.text(lines) for lines in (table.sessions(result.figures()), tenants) if lines]
+    kinds = {"of sessions": figures(result.requests), "others": figures(result.others)} if beside is not None else {}
+    grouped = [table.group(kinds, "requests"), *(table.group(result.grouped(by), by) for by in ("tenant", "tier"))]
+    tables = [table.text(lines) for lines in (table.sessions(result.figures()), *grouped) if lines]
     print("\n\n".join([*tables, table.wrapped(notes)]))
     return 0
 

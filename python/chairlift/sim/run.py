@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -44,8 +44,12 @@ _MAX_US = 3.2e16
 _DEFAULTS = EngineConfig()
 
 
+Trace: TypeAlias = str | Path | Workload | Sequence[TraceRequest]
+"""A file in any format that `chairlift bench` reads, a journal, or requests."""
+
+
 def simulate(
-    trace: str | Path | Workload | Sequence[TraceRequest],
+    trace: Trace,
     *,
     model: str | None = None,
     device: str | Device | Profile = "cpu",
@@ -73,8 +77,7 @@ def simulate(
     an unknown setting.
     """
     config = configured("simulate", settings)
-    workload = trace if isinstance(trace, Workload) else requests_of(trace, config)
-    workload = ready(workload, rate_scale, requests)
+    workload = ready(as_workload(trace, config), rate_scale, requests)
     settings, steps = machine(model, device, config, step_time)
     return run(workload, settings, steps, replicas=replicas, routing=routing, draft_tokens=config.num_speculative_tokens)
 
@@ -84,6 +87,11 @@ def configured(name: str, settings: Mapping[str, Any]) -> EngineConfig:
     if isinstance(policy := settings.get("scheduling_policy"), Policy):
         settings = {**settings, "scheduling_policy": use(policy)}
     return engine_config(name, settings)
+
+
+def as_workload(trace: Trace, config: EngineConfig) -> Workload:
+    """The requests of a trace that may have been read. Raises as `requests_of`."""
+    return trace if isinstance(trace, Workload) else requests_of(trace, config)
 
 
 def requests_of(trace: str | Path | Sequence[TraceRequest], config: EngineConfig) -> Workload:

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from chairlift import _core
 from chairlift.bench.sessions import RecordedSession, read_sessions
 from chairlift.errors import InvalidSetting, InvalidTrace
+from chairlift.scheduling import TIER_WEIGHTS, TIERS
 from chairlift.sim import groups
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.policy import report_failure
 from chairlift.sim.result import Result
-from chairlift.sim.run import block_bytes, configured, longest_request, machine
+from chairlift.sim.run import Trace, as_workload, block_bytes, configured, longest_request, machine
 from chairlift.sim.steps import StepTime
+from chairlift.sim.workload import Workload
 
 USERS = 32
 """Default of the number of users."""
@@ -38,7 +40,8 @@ _SEEN = np.dtype([(name, "<i8") for name in ("session", "began", "ended", "turns
 class SessionsResult:
     """The result of a simulation of sessions.
 
-    `requests` covers those that ended after the warm-up; its columns are those of `Result.requests`. `sessions` is a structured array of
+    `requests` covers those of sessions that ended after the warm-up, and `others` those without a session; their columns are those of
+    `Result.requests`. `sessions` is a structured array of
     the replays that had a request after it: session (the index of the recorded one), began and ended in microseconds, turns, alone (the
     microseconds that it would have taken alone with a cache that loses nothing), longest_wait (for a first token) and complete.
     """
@@ -57,10 +60,10 @@ class SessionsResult:
         """All requests, with those of the warm-up."""
         self.users, self.span, self.wall = users, span, wall
         self._recorded = recorded
-        self.tiers = sorted({session.tier for session in recorded} - {"default"})
-        """The sessions' tiers, which are not simulated: all requests are of the tier `default`."""
         self._counts = self.result.requests["ended"] >= 1e6 * span * WARM_UP
-        self.requests = self.result.requests[self._counts]
+        in_session = self.result.labels("session") != ""
+        self.requests = self.result.requests[self._counts & in_session]
+        self.others = self.result.requests[self._counts & ~in_session]
         self.sessions: NDArray[Any] = np.frombuffer(report["sessions"], _SEEN)
         self.context_tokens: int = report["context_tokens"]
         """The mean tokens of all live sessions' contexts. With a cache that loses nothing it is the working set."""
@@ -75,8 +78,8 @@ class SessionsResult:
         return slowdowns
 
     def grouped(self, group: str) -> dict[str, dict[str, float | None]]:
-        """The figures of `requests` by tenant or session: see `groups.figures`."""
-        return groups.grouped(self.requests, self.result.labels(group)[self._counts])
+        """The figures of all requests after the warm-up, by tenant, session or tier: see `groups.figures`."""
+        return groups.grouped(self.result.requests[self._counts], self.result.labels(group)[self._counts])
 
     def replays(self) -> list[dict[str, Any]]:
         """The rows of `sessions`, with times in seconds and the names of `chairlift bench serve --sessions`.
@@ -87,6 +90,7 @@ class SessionsResult:
             {
                 "session": int(one["session"]),
                 "tenant": self._recorded[one["session"]].tenant,
+                "tier": self._recorded[one["session"]].tier,
                 "began": one["began"] / 1e6,
                 "ended": one["ended"] / 1e6,
                 "seconds": (one["ended"] - one["began"]) / 1e6,
@@ -107,7 +111,7 @@ class SessionsResult:
         return np.where(long, took / np.maximum(seen["alone"] / 1e6, 30.0), np.nan)
 
     def figures(self) -> dict[str, float | None]:
-        """The figures by name: rates, the part of prompt tokens that were cached, seconds, and slowdowns."""
+        """The figures of sessions by name: rates, the part of prompt tokens that were cached, seconds, and slowdowns."""
         began = self.requests[self.requests["first_token"] >= 0]
         ttft, slowdowns = (began["first_token"] - began["arrived"]) / 1e6, self.slowdowns
         prompt = int(self.requests["prompt_tokens"].sum())
@@ -140,6 +144,7 @@ def simulate_sessions(
     routing: str = "predicted",
     step_time: StepTime | None = None,
     disk: float | None = None,
+    beside: Trace | None = None,
     **settings: Any,
 ) -> SessionsResult:
     """Simulates users of recorded sessions and returns their latencies and throughput.
@@ -152,6 +157,7 @@ def simulate_sessions(
         duration: seconds to simulate. The first seventh is left out of the figures.
         seed: which sessions the users have, and when they begin.
         disk: bytes a second at which a disk with all contexts is read, as with `--prefix-cache-dir`; None without one.
+        beside: requests without a session that arrive meanwhile, as `simulate` takes them.
 
     The others are those of `simulate`, with which scheduling_policy may be a `Policy`. The same arguments give the same result, bit for
     bit. Raises InvalidTrace, InvalidSetting, ModelNotFound, or TypeError for an unknown setting.
@@ -162,15 +168,15 @@ def simulate_sessions(
     sessions = read_sessions(trace, longest) if isinstance(trace, str | Path) else trace
     if not sessions:
         raise InvalidTrace("there is no session to simulate")
-    weights = config.tenant_weights or {}
     return run_sessions(
-        *(sessions, users, numbers, steps, weights),
+        *(sessions, users, numbers, steps, config.tenant_weights or {}),
         longest_think=longest_think,
         duration=duration,
         seed=seed,
         replicas=replicas,
         routing=routing,
         read_ns_per_block=0 if disk is None else round(block_bytes(model, device, config) / disk * 1e9),
+        beside=None if beside is None else as_workload(beside, config),
     )
 
 
@@ -187,23 +193,25 @@ def run_sessions(
     replicas: int = 1,
     routing: str = "predicted",
     read_ns_per_block: int = 0,
+    beside: Workload | None = None,
 ) -> SessionsResult:
     """Simulates users of sessions with the scheduler's settings `numbers`; see `simulate_sessions`."""
     if users < 1:
         raise InvalidSetting(f"--users must be at least 1, got {users}")
-    tenants = sorted({session.tenant for session in sessions})
+    tenants = sorted({session.tenant for session in sessions} | {name for name, _ in (beside.tenants if beside else ())})
     start = time.perf_counter()
     try:
         report = _core.simulate_sessions(
-            *_arrays(sessions, tenants),
+            *_arrays(sessions, tenants, weights),
             sessions[0].block,
-            [(tenant, weights.get(tenant, 1)) for tenant in tenants],
+            [(tenant, weights.get(tenant, 1) * TIER_WEIGHTS["default"]) for tenant in tenants],
             (users, round(longest_think * 1e6), round(duration * WARM_UP * 1e6), round(duration * 1e6), seed),
             numbers,
             steps.numbers,
             replicas=replicas,
             routing=routing,
             read_ns_per_block=read_ns_per_block,
+            beside=None if beside is None else _beside(beside, tenants),
         )
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
@@ -211,9 +219,29 @@ def run_sessions(
     return SessionsResult(report, sessions, numbers, users, duration, time.perf_counter() - start, weights)
 
 
-def _arrays(sessions: Sequence[RecordedSession], tenants: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _beside(workload: Workload, tenants: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Requests without a session for the core, with the numbers of `tenants`."""
+    numbers = np.array([tenants.index(name) for name, _ in workload.tenants])
+    return workload.with_(tenant=numbers[workload.column("tenant")]).requests, workload.names, workload.name_block
+
+
+def _arrays(
+    sessions: Sequence[RecordedSession], tenants: Sequence[str], weights: Mapping[str, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The sessions, their blocks' parents and their requests as rows of numbers for the core."""
-    heads = [(len(one.threads), one.num_requests, len(one.parents), one.shared, one.group, tenants.index(one.tenant)) for one in sessions]
+    heads = [
+        (
+            len(one.threads),
+            one.num_requests,
+            len(one.parents),
+            one.shared,
+            one.group,
+            tenants.index(one.tenant),
+            TIERS.index(one.tier),
+            weights.get(one.tenant, 1) * TIER_WEIGHTS[one.tier],
+        )
+        for one in sessions
+    ]
     turns = [
         (
             thread,

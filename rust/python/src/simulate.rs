@@ -69,7 +69,7 @@ pub(crate) fn simulate_models<'py>(
 }
 
 /// The requests of a workload, without drafts.
-fn workload(
+pub(crate) fn workload(
     py: Python<'_>,
     requests: &PyBuffer<i64>,
     names: &PyBuffer<i64>,

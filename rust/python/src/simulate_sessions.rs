@@ -3,7 +3,7 @@
 use crate::errors::invalid;
 use crate::router;
 use crate::settings::changed_for_simulation;
-use crate::simulate::{StepTime, machine, packed, report_dict};
+use crate::simulate::{StepTime, machine, packed, report_dict, workload};
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::buffer::PyBuffer;
@@ -12,16 +12,19 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Numbers of a session, and of a request of one.
-const SESSION: usize = 6;
+const SESSION: usize = 8;
 const TURN: usize = 8;
 
 /// The users of a simulation: their number, longest time between an answer and the next request, warm-up and end, and the seed.
 type Users = (u32, core::Time, core::Time, core::Time, u64);
 
-/// Runs users of recorded sessions through `replicas` schedulers in virtual time.
+/// Requests without a session, their names and the tokens of a name: see `simulate`.
+type Beside = (PyBuffer<i64>, PyBuffer<i64>, u32);
+
+/// Runs users of recorded sessions, and requests beside them, through `replicas` schedulers in virtual time.
 #[pyfunction]
 #[pyo3(signature = (sessions, parents, turns, block, tenants, users, settings, step_time, *, replicas = 1, routing = "round-robin",
-    read_ns_per_block = 0))]
+    read_ns_per_block = 0, beside = None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
 #[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
 pub(crate) fn simulate_sessions<'py>(
@@ -37,19 +40,22 @@ pub(crate) fn simulate_sessions<'py>(
     replicas: usize,
     routing: &str,
     read_ns_per_block: u32,
+    beside: Option<Beside>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let recorded = read(&sessions.to_vec(py)?, &parents.to_vec(py)?, &turns.to_vec(py)?, tenants.len());
     let recorded = recorded.filter(|recorded| !recorded.is_empty() && block > 0);
     let recorded = recorded.ok_or_else(|| PyValueError::new_err("the sessions' numbers do not agree with each other"))?;
-    let tenants = tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect();
+    let beside = beside.map(|(requests, names, block)| workload(py, &requests, &names, block, tenants.clone())).transpose()?;
+    let beside = beside.unwrap_or_default();
+    let tenants = tenants.into_iter().map(|(name, _)| name.into()).collect();
     let (users, longest_think, warm_up, until, seed) = users;
-    let load = sim::ClosedLoop { users, longest_think, warm_up, until, seed, block, tenants };
+    let load = sim::ClosedLoop { sessions: recorded, users, longest_think, warm_up, until, seed, block, tenants };
     let config = changed_for_simulation(core::Config::default(), settings)?;
     let machine = sim::Machine { read_ns_per_block, ..machine(&config, step_time, 0)? };
     let routing = router::named(routing)?;
     let mut interrupt = None;
     let report = py.detach(|| {
-        sim::simulate_sessions(config, &recorded, &load, &machine, replicas, routing, || {
+        sim::simulate_sessions(config, &load, beside.jobs(), &machine, replicas, routing, || {
             interrupt = Python::attach(|py| py.check_signals()).err();
             interrupt.is_none()
         })
@@ -73,7 +79,7 @@ pub(crate) fn simulate_sessions<'py>(
 fn read(sessions: &[i64], parents: &[i64], turns: &[i64], tenants: usize) -> Option<Vec<sim::Session>> {
     let (mut parents, mut turns) = (parents.iter(), turns.chunks_exact(TURN));
     let session = |row: &[i64]| {
-        let [threads, requests, blocks, shared, group, tenant] = <[i64; SESSION]>::try_from(row).ok()?;
+        let [threads, requests, blocks, shared, group, tenant, tier, weight] = <[i64; SESSION]>::try_from(row).ok()?;
         let (threads, blocks) = (usize::try_from(threads).ok()?, usize::try_from(blocks).ok()?);
         let parents = parents.by_ref().take(blocks).map(|&at| u32::try_from(at).ok()).collect::<Option<Vec<_>>>()?;
         // Each block comes after its parent, so that a path has an end.
@@ -84,6 +90,8 @@ fn read(sessions: &[i64], parents: &[i64], turns: &[i64], tenants: usize) -> Opt
             shared: shared.try_into().ok()?,
             group: group.try_into().ok()?,
             tenant: tenant.try_into().ok()?,
+            tier: core::Tier::NAMES.get(usize::try_from(tier).ok()?)?.0,
+            weight: u32::try_from(weight).ok().filter(|&weight| weight > 0)?,
         };
         for row in turns.by_ref().take(requests.try_into().ok()?) {
             let [thread, think, prompt, output, calls_tool, leaf, first, subagents] = <[i64; TURN]>::try_from(row).ok()?;

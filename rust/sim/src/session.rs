@@ -1,7 +1,7 @@
 //! Recorded sessions of agents.
 
 use crate::job::token;
-use chairlift_core::{Time, Token};
+use chairlift_core::{Tier, Time, Token};
 
 /// One request of a session's thread.
 #[derive(Clone, Debug, Default)]
@@ -33,6 +33,10 @@ pub struct Session {
     pub group: u64,
     /// Index into the tenants.
     pub tenant: u32,
+    /// The tier of its requests.
+    pub tier: Tier,
+    /// The weight of its requests.
+    pub weight: u32,
 }
 
 impl Session {

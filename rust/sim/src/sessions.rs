@@ -10,6 +10,7 @@ use crate::session::{Session, Turn};
 use chairlift_core::{Config, ConfigError, Load, Request, Routing, STOP, SessionEvent, Time, Timeline};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::iter::Peekable;
 use std::sync::Arc;
 
 /// When all users send their first request, in microseconds after the start.
@@ -21,9 +22,11 @@ const SPAWN: Time = 500_000;
 /// Number of requests between two questions whether to go on.
 const OFTEN: u64 = 32;
 
-/// Users, and for how long they go on.
+/// Users of sessions, and for how long they go on.
 #[derive(Clone, Debug)]
 pub struct ClosedLoop {
+    /// The recorded sessions.
+    pub sessions: Vec<Session>,
     /// Users, each with one session at a time.
     pub users: u32,
     /// The longest time between an answer and the next request.
@@ -36,8 +39,8 @@ pub struct ClosedLoop {
     pub seed: u64,
     /// Tokens of a block of the sessions.
     pub block: u32,
-    /// Names and weights of the tenants.
-    pub tenants: Vec<(Arc<str>, u32)>,
+    /// Names of the tenants.
+    pub tenants: Vec<Arc<str>>,
 }
 
 /// A session's replay, as far as it came after the warm-up.
@@ -72,18 +75,19 @@ pub struct SessionsReport {
     pub refused: u64,
 }
 
-/// Simulates users of `sessions`. Asks `goes_on` now and then whether to go on. Panics if there is no session.
+/// Simulates users of sessions, and the requests `beside` them in the order of arrival, which get new tags. Asks `goes_on` now and then
+/// whether to go on. Panics if there is no session.
 pub fn simulate_sessions(
     config: Config,
-    sessions: &[Session],
     users: &ClosedLoop,
+    beside: impl Iterator<Item = Job>,
     machine: &Machine,
     engines: usize,
     routing: Routing,
     goes_on: impl FnMut() -> bool,
 ) -> Result<SessionsReport, ConfigError> {
     let fleet = Fleet::new(config, machine, engines.max(1), routing)?;
-    Ok(Users::new(sessions, users, machine, fleet, config.max_num_batched_tokens).run(goes_on))
+    Ok(Users::new(users, machine, fleet, config.max_num_batched_tokens).run(beside.peekable(), goes_on))
 }
 
 /// A thread of a session's replay.
@@ -107,7 +111,6 @@ struct Replay {
 }
 
 struct Users<'a> {
-    recorded: &'a [Session],
     /// Prompt tokens that are new in each request, by session and thread.
     fresh: Vec<Vec<Vec<u32>>>,
     load: &'a ClosedLoop,
@@ -127,16 +130,15 @@ struct Users<'a> {
 }
 
 impl<'a> Users<'a> {
-    fn new(recorded: &'a [Session], load: &'a ClosedLoop, machine: &'a Machine, fleet: Fleet, step_tokens: u32) -> Self {
+    fn new(load: &'a ClosedLoop, machine: &'a Machine, fleet: Fleet, step_tokens: u32) -> Self {
         let mut users = Self {
-            recorded,
-            fresh: recorded.iter().map(|session| session.fresh_tokens(load.block)).collect(),
+            fresh: load.sessions.iter().map(|session| session.fresh_tokens(load.block)).collect(),
             load,
             machine,
             looked_at: vec![(0, 0); fleet.reports().count()],
             fleet,
             step_tokens,
-            draw: Draw::new(load.seed, recorded.len()),
+            draw: Draw::new(load.seed, load.sessions.len()),
             replays: Vec::new(),
             events: BinaryHeap::new(),
             sent: HashMap::new(),
@@ -152,13 +154,16 @@ impl<'a> Users<'a> {
         users
     }
 
-    fn run(mut self, mut goes_on: impl FnMut() -> bool) -> SessionsReport {
+    fn run(mut self, mut beside: Peekable<impl Iterator<Item = Job>>, mut goes_on: impl FnMut() -> bool) -> SessionsReport {
         loop {
-            let next = self.events.peek().map_or(Time::MAX, |Reverse((at, ..))| *at).min(self.load.until);
+            let event = self.events.peek().map_or(Time::MAX, |Reverse((at, ..))| *at);
+            let next = beside.peek().map_or(Time::MAX, |job| job.time).min(event).min(self.load.until);
             if self.fleet.advance_a_step(next) {
                 self.take_ended();
             } else if next >= self.load.until || (self.tags.is_multiple_of(OFTEN) && !goes_on()) {
                 break;
+            } else if let Some(job) = beside.next_if(|job| job.time <= next) {
+                self.send_beside(job);
             } else {
                 let Reverse((at, _, replay, thread)) = self.events.pop().expect("it is next");
                 self.send(at, replay, thread);
@@ -189,7 +194,7 @@ impl<'a> Users<'a> {
     /// Begins a user's next session at `at`, after a part of its main thread.
     fn begin(&mut self, at: Time, part: f64) {
         let session = self.draw.session();
-        let recorded = &self.recorded[session];
+        let recorded = &self.load.sessions[session];
         let mut threads = vec![Thread::default(); recorded.threads.len()];
         threads[0].next = (recorded.threads[0].len() as f64 * part) as usize;
         let seen = SessionSeen { session: session as u32, ..SessionSeen::default() };
@@ -204,7 +209,7 @@ impl<'a> Users<'a> {
 
     fn send(&mut self, at: Time, number: usize, thread: usize) {
         let replay = &mut self.replays[number];
-        let session = &self.recorded[replay.session];
+        let session = &self.load.sessions[replay.session];
         let turn = &session.threads[thread][replay.threads[thread].next];
         replay.threads[thread].sent = Some(at);
         if at >= self.load.warm_up && replay.seen.began == 0 {
@@ -212,7 +217,7 @@ impl<'a> Users<'a> {
         }
         self.tags += 1;
         let tag = self.tags;
-        let (tenant, weight) = &self.load.tenants[session.tenant as usize];
+        let tenant = &self.load.tenants[session.tenant as usize];
         let main: Arc<str> = number.to_string().into();
         let request = Request {
             tag,
@@ -220,13 +225,22 @@ impl<'a> Users<'a> {
             max_new_tokens: turn.output,
             stop: vec![STOP],
             tenant: Arc::clone(tenant),
-            weight: *weight,
+            weight: session.weight,
+            tier: session.tier,
             session: Some(if thread == 0 { main.clone() } else { format!("{number}.{thread}").into() }),
             parent_session: (thread > 0).then_some(main),
             ..Request::default()
         };
         self.sent.insert(tag, (number, thread));
         self.fleet.route(Job { time: at, request, len: turn.output, session: Some(number as u64), ..Job::default() });
+        self.take_ended();
+    }
+
+    /// Sends a request without a session.
+    fn send_beside(&mut self, mut job: Job) {
+        self.tags += 1;
+        job.request.tag = self.tags;
+        self.fleet.route(job);
         self.take_ended();
     }
 
@@ -255,7 +269,7 @@ impl<'a> Users<'a> {
 
     fn answered(&mut self, number: usize, thread: usize, answer: &Answer) {
         let replay = &mut self.replays[number];
-        let session = &self.recorded[replay.session];
+        let session = &self.load.sessions[replay.session];
         let at = replay.threads[thread].next;
         let turn = &session.threads[thread][at];
         let fresh = self.fresh[replay.session][thread][at];
@@ -271,12 +285,7 @@ impl<'a> Users<'a> {
         state.sent = None;
         state.next += 1;
         if thread == 0 && !turn.calls_tool {
-            self.fleet.note_session(
-                &self.load.tenants[session.tenant as usize].0,
-                &number.to_string().into(),
-                SessionEvent::AwaitsUser,
-                now,
-            );
+            self.fleet.note_session(&self.load.tenants[session.tenant as usize], &number.to_string().into(), SessionEvent::AwaitsUser, now);
         }
         self.contexts.change(now, before, turn.prompt + turn.output);
         self.go_on(now, number, thread);
@@ -285,7 +294,7 @@ impl<'a> Users<'a> {
     /// Lets a thread send its next request, or end.
     fn go_on(&mut self, now: Time, number: usize, thread: usize) {
         let replay = &mut self.replays[number];
-        let session = &self.recorded[replay.session];
+        let session = &self.load.sessions[replay.session];
         match session.threads[thread].get(replay.threads[thread].next) {
             Some(turn) if thread == 0 && turn.subagents.1 > 0 => {
                 replay.subagents = turn.subagents.1;
