@@ -399,6 +399,8 @@ class Scheduler:
         It is at least what one sequence of the maximum length needs, and at most all blocks. Cached blocks beyond it are evicted. Running
         sequences keep their blocks and get no more until they hold less.
         """
+    def evict_cached(self, now: int) -> None:
+        """Evicts all cached blocks that no running sequence uses, and those of held sequences."""
     def close_queue(self, closed: bool, now: int) -> None:
         """Sets whether plans admit no waiting requests as long as any sequence runs, and preempt none for them."""
     def take_given_back(self) -> list[int]:

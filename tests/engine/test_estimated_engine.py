@@ -7,7 +7,7 @@ from chairlift.engine import clock as engine_clock
 from chairlift.engine import estimated_engine, hosted_engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.estimated_engine import HEADROOM, EstimatedEngine
-from chairlift.engine.frames import Answering, Estimate
+from chairlift.engine.frames import Answering, Estimate, ServerRestarted
 from chairlift.engine.hosted_engine import HostedEngine
 from chairlift.gate.model_files import write_model_files
 from chairlift.sampling import SamplingParams
@@ -238,3 +238,21 @@ def test_the_router_is_told_what_does_not_fit_any_more_where_fewer_tokens_are_fo
     cached, dropped = changes(4, 17)
     assert dropped > 80 * cached > 0
     engine.close()
+
+
+def test_nothing_is_cached_after_a_restart_of_the_other_server(engine, clock):
+    def cached(tag):
+        """The cached tokens of a prompt that is then computed and cancelled."""
+        engine.add(EngineRequest.of(tag, [5] * 200, SamplingParams(max_tokens=100, temperature=0.0)))
+        assert started(engine) == [tag]
+        engine.learn(Answering(tag))
+        clock.seconds += 1.0
+        engine.step()
+        timeline = engine.explain(tag)
+        engine.abort(tag)
+        return timeline["cached_tokens"]
+
+    assert [cached(1), cached(2)] == [0, 192]
+    engine.learn(ServerRestarted())
+    assert [cached(3), cached(4)] == [0, 192]
+    assert engine.explain(2)["cached_tokens"] == 192, "what was before the restart is explained"

@@ -85,37 +85,6 @@ def test_requests_start_as_slots_allow_and_are_explained(config):
     run(config, test)
 
 
-def test_an_engine_that_is_renewed_has_an_empty_cache_and_goes_on_with_its_requests(config, tmp_path):
-    async def test(engine):
-        async def cached(name):
-            reader = Reader(engine, name)
-            await reader.started.wait()
-            engine.tell(Answering(reader.stream.tags[0]))
-            for _ in range(2):  # between them the step with the prompt ends
-                await engine.take_snapshot()
-            await reader.end()
-            (timeline,) = await engine.explain(name)
-            return timeline.cached_tokens
-
-        renewed = asyncio.Event()
-        engine.on_renewed = renewed.set
-        async with engine:
-            engine.tell(Estimate(step_us=1000, token_ns=1000, blocks=BLOCKS, ahead=10_000))
-            assert [await cached("first"), await cached("second")] == [0, 96]
-            running = Reader(engine, "running")
-            await running.started.wait()
-            engine.renew()
-            assert await cached("third") == 96
-            await asyncio.sleep(0.1)
-            assert not renewed.is_set()
-            await running.end()
-            await renewed.wait()
-            assert await cached("fourth") == 0
-
-    run(replace(config, journal=str(tmp_path / "journal")), test)
-    assert sorted(path.name for path in tmp_path.glob("journal*")) == ["journal", "journal.1"]
-
-
 def test_an_engine_whose_step_fails_ends_and_can_be_started_again(config, capfd, monkeypatch):
     async def test(engine):
         ends = []

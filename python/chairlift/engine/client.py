@@ -89,8 +89,6 @@ class AsyncEngine(EngineClient):
         self._stats = Stats()
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
-        self.on_renewed: Callable[[], None] = lambda: None
-        """Called when the engine has been replaced by a new one: see `renew`."""
         self.on_cache_change: Callable[[bytes, bytes], None] = lambda cached, dropped: None
         """Called with the names of KV blocks that prompts can reuse now, and not any more, if there is a `hash_key`."""
         itl_ms = self.config.target_itl_ms
@@ -155,12 +153,6 @@ class AsyncEngine(EngineClient):
         self._info = dataclasses.replace(self.info, model=shown(self.config.model))
         self._started = True
         log_start(self.config, self.info, self._phases, time.perf_counter() - began)
-
-    def renew(self) -> None:
-        """Has a ready engine in the process of its client replaced by a new one, whose cache is empty, as soon as it has no requests."""
-        if self.ready:
-            config = dataclasses.replace(self.config, journal=self._next_journal())
-            self._write(dataclasses.replace(self._load, settings=dataclasses.asdict(config)))
 
     def _read_tokenizer(self, directory: Path) -> Tokenizer:
         tokenizer = Tokenizer(directory, self.config.tokenizer, self.config.chat_template)
@@ -349,8 +341,6 @@ class AsyncEngine(EngineClient):
                 log.info("phase %s %.2f s", frame.name, frame.seconds)
                 self._phases[frame.name] = frame.seconds
             case Ready():
-                if self._started:
-                    return self.on_renewed()
                 self._info = EngineInfo.unpack(frame.info)
                 self.digests.update((name, bytes.fromhex(digest)) for name, digest in self.info.adapter_digests.items())
             case Failed():

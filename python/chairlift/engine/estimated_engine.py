@@ -10,7 +10,7 @@ import numpy as np
 
 from chairlift.engine import clock
 from chairlift.engine.engine import Engine
-from chairlift.engine.frames import Answering, Estimate, StepOutputs
+from chairlift.engine.frames import Answering, Estimate, ServerRestarted, StepOutputs
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import OnPrepared
@@ -100,13 +100,19 @@ class EstimatedEngine(Engine):
         """The tenant of the newest request, and until when tenants share the other server."""
         self.set_block_limit(self.runner.num_kv_blocks // HEADROOM)
 
-    def learn(self, news: Estimate | Answering) -> None:
-        """Uses the newest estimate, or records that the other server has begun to answer a sequence and thus has computed its prompt."""
-        if isinstance(news, Estimate):
-            self._step_seconds, self._token_seconds, self._ahead = news.step_us / 1e6, news.token_ns / 1e9, news.ahead
-            self.set_block_limit(news.blocks)
-        elif news.tag in self._admitted:
-            self._prompts.remove(news.tag, time.monotonic(), computed=True)
+    def learn(self, news: Estimate | Answering | ServerRestarted) -> None:
+        """Uses the newest estimate, or what happened at the other server.
+
+        One that has begun to answer a sequence has computed its prompt, and one that has restarted has nothing cached.
+        """
+        match news:
+            case Estimate():
+                self._step_seconds, self._token_seconds, self._ahead = news.step_us / 1e6, news.token_ns / 1e9, news.ahead
+                self.set_block_limit(news.blocks)
+            case Answering(tag) if tag in self._admitted:
+                self._prompts.remove(tag, time.monotonic(), computed=True)
+            case ServerRestarted():
+                self._scheduler.evict_cached(clock.now())
 
     def add(self, request: EngineRequest, on_prepared: OnPrepared | None = None) -> None:
         """Queues a request: see `Engine.add`. It waits for no step that only decodes."""

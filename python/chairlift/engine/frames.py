@@ -109,6 +109,11 @@ class Answering(Frame):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerRestarted(Frame):
+    """To an estimated engine: the other server has restarted, and its cache is empty."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForkSequence(Frame):
     """To the engine: open held sequences with the handles `forks`, which share the KV of `handle`. An unknown handle is ignored."""
 

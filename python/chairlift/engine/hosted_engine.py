@@ -26,6 +26,7 @@ from chairlift.engine.frames import (
     LoadAdapter,
     NoteSession,
     Rejected,
+    ServerRestarted,
     SetPriority,
     Snapshot,
     SnapshotRequest,
@@ -120,7 +121,7 @@ class HostedEngine:
                 self._send(_adapter_changed(ask, partial(_unload_adapter, self.engine, name)))
             case SetPriority(tag, priority):
                 self.engine.set_priority(tag, priority)
-            case Estimate() | Answering():
+            case Estimate() | Answering() | ServerRestarted():
                 from chairlift.engine.estimated_engine import EstimatedEngine  # only such an engine's process has imported it
 
                 if isinstance(self.engine, EstimatedEngine):

@@ -76,7 +76,6 @@ class ReplicatedEngine(ModelClient):
         engine.adapters = self.adapters
         replica = Replica(number, engine, self._started, process.joined.name if process.joined else None)
         engine.on_end = lambda: self._ended(replica)
-        engine.on_renewed = lambda: self._renewed(replica)
         if self._router is not None:
             engine.on_cache_change = partial(self._router.cache_changed, replica)
         self._replicas.append(replica)
@@ -250,11 +249,6 @@ class ReplicatedEngine(ModelClient):
         replica.restarts += 1
         if self.on_end is not None:
             self.on_end()
-
-    def _renewed(self, replica: Replica) -> None:
-        replica.restarts += 1
-        if self._router is not None:
-            self._router.forget(replica)
 
     def _known(self) -> Replica:
         """A replica that has been ready."""

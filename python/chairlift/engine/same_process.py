@@ -6,7 +6,6 @@ import asyncio
 import traceback
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import Client, EngineProcess
@@ -15,9 +14,6 @@ from chairlift.engine.hosted_engine import AdapterRead, HostedEngine, Prepared
 from chairlift.engine.step_loop import EngineMaker, failed
 from chairlift.engine.tenant_service import TenantService
 from chairlift.errors import EngineClosed
-
-if TYPE_CHECKING:
-    from chairlift.engine.engine import Engine
 
 
 class SameProcess(EngineProcess):
@@ -35,8 +31,6 @@ class SameProcess(EngineProcess):
         self._next: asyncio.Handle | None = None  # of `_work`
         self._next_is_due = False
         self._loading: asyncio.Task[None] | None = None
-        self._successor: Engine | None = None
-        """Takes over when the present engine has no work."""
         self._tenants = TenantService()
 
     @property
@@ -57,10 +51,7 @@ class SameProcess(EngineProcess):
         return {} if self._hosted is None else self._tenants.exchange([self._hosted.engine], external)
 
     def write(self, number: int, frame: Frame) -> None:
-        """Gives a frame to the engine, which handles it in the event loop's next round.
-
-        A second `Load` has another engine take over as soon as the present one has no work.
-        """
+        """Gives a frame to the engine, which handles it in the event loop's next round."""
         if isinstance(frame, Load):
             self._loading = asyncio.create_task(self._load(frame))
         else:
@@ -72,7 +63,6 @@ class SameProcess(EngineProcess):
     def kill(self) -> None:
         """Ends the engine at once."""
         hosted, self._hosted = self._hosted, None
-        self._drop_successor()
         if self._next is not None:
             self._next.cancel()
         self._next, self._next_is_due = None, False
@@ -98,22 +88,9 @@ class SameProcess(EngineProcess):
         except Exception as error:
             self._fail(error)
             return
-        if self._hosted is None:
-            self._host(engine)
-        else:
-            self._drop_successor()
-            self._successor = engine
-        self._wake()
-
-    def _host(self, engine: Engine) -> None:
-        """Has an engine take the frames from now on."""
         self._hosted = HostedEngine(engine, self._send, self._put)
         self._send(Ready(engine.info.pack()))
-
-    def _drop_successor(self) -> None:
-        if self._successor is not None:
-            self._successor.close()
-            self._successor = None
+        self._wake()
 
     def _put(self, done: Prepared | AdapterRead) -> None:
         """Takes what another thread has done."""
@@ -140,12 +117,6 @@ class SameProcess(EngineProcess):
             while self._inbox:
                 hosted.handle(self._inbox.popleft())
             hosted.step()
-            if self._successor is not None and not hosted.engine.has_work:
-                hosted.close()
-                self._host(self._successor)
-                self._successor = None
-                self._wake()
-                return
         except BaseException as error:  # a panic of the core is not an Exception
             self._fail(error)
             return

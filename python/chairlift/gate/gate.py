@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from chairlift.engine.frames import Estimate
+from chairlift.engine.frames import Estimate, ServerRestarted
 from chairlift.errors import brief
 from chairlift.gate.admission import Admitted, Outcome, admitted
 from chairlift.gate.answer import Answer, UpstreamUsage
@@ -229,15 +229,15 @@ class Gate:
             else:
                 if not upstream.healthy:
                     log.info("the upstream %s is ready again", upstream.url)
-                upstream.healthy = upstream.has_cache = True
+                if upstream.was_down:
+                    self._model.engine.replicas[number].engine.tell(ServerRestarted())
+                upstream.healthy, upstream.was_down = True, False
                 self._choose_usable()
 
     def _leave_out(self, number: int, failed: UpstreamFailed) -> None:
         """Gives an upstream no more requests until it is ready again, as long as another one is."""
         upstream = self._upstreams[number]
-        if failed.down and upstream.has_cache:  # it may have ended, and then its cache will be empty
-            upstream.has_cache = False
-            self._model.engine.replicas[number].engine.renew()
+        upstream.was_down |= failed.down
         if upstream.healthy:
             log.warning("%s", failed)
             upstream.healthy = False

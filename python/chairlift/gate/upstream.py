@@ -64,8 +64,8 @@ class Upstream:
         """Whether the newest connection could be made, and nothing says that it is not ready."""
         self.drained = False
         """Whether the operator has taken it out."""
-        self.has_cache = True
-        """Whether it has been ready since the gate forgot what it has cached."""
+        self.was_down = False
+        """Whether it was down since it was ready the last time. It may have restarted then, with an empty cache."""
         self._authorization = None if api_key is None else f"Bearer {api_key}"
         if api_key is None and parts.user is not None:
             self._authorization = "Basic " + b64encode(f"{parts.user}:{parts.password or ''}".encode()).decode()

@@ -53,6 +53,7 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(tenant, session, ended)| Op::NoteSession { tenant, session, ended }),
         1 => (0..40u32).prop_map(Op::SetBlockLimit),
         1 => any::<bool>().prop_map(Op::CloseQueue),
+        1 => Just(Op::EvictCached),
         1 => (0..40u64).prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),
         2 => (0..30usize, 0..4usize, 0..3usize).prop_map(|(which, right, wrong)| Op::Draft { which, right, wrong }),

@@ -257,6 +257,11 @@ impl Scheduler {
         Ok(self.lock()?.core.set_block_limit(blocks, now))
     }
 
+    fn evict_cached(&self, now: core::Time) -> PyResult<()> {
+        self.lock()?.core.evict_cached(now);
+        Ok(())
+    }
+
     fn close_queue(&self, closed: bool, now: core::Time) -> PyResult<()> {
         self.lock()?.core.close_queue(closed, now);
         Ok(())

@@ -102,6 +102,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         17 => Op::ShareService { tenant: bytes.int_in_range(0..=3)?, us: *bytes.choose(&[1, 20, 300, u64::MAX])? },
         18 => Op::SetBlockLimit(bytes.int_in_range(0..=40)?),
         22 => Op::CloseQueue(bytes.arbitrary()?),
+        23 => Op::EvictCached,
         19..=20 => Op::Prepare { which: bytes.int_in_range(0..=30)?, next: preparation(bytes)? },
         21 => Op::NoteSession {
             tenant: bytes.int_in_range(0..=3)?,

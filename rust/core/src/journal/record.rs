@@ -123,6 +123,8 @@ pub enum Call {
     Plan(#[serde(with = "postcard::fixint::le")] u64),
     /// A step was committed.
     Commit(Sampled),
+    /// All cached blocks were evicted.
+    EvictCached,
     /// A request was added. It is recorded as [`Record::Add`]. The last kind, because it has no number in a journal.
     #[serde(skip)]
     Add(Arc<Arrival>),

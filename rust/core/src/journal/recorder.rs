@@ -169,6 +169,12 @@ impl Recorder {
         self.scheduler.set_block_limit(blocks, now)
     }
 
+    /// See [`Scheduler::evict_cached`].
+    pub fn evict_cached(&mut self, now: Time) {
+        self.record(now, |_| Call::EvictCached);
+        self.scheduler.evict_cached(now);
+    }
+
     /// See [`Scheduler::close_queue`].
     pub fn close_queue(&mut self, closed: bool, now: Time) {
         self.record(now, |_| Call::CloseQueue(closed));

@@ -25,6 +25,16 @@ impl Scheduler {
         limit as u32
     }
 
+    /// Evicts all cached blocks that no running sequence uses, and those of held sequences.
+    pub fn evict_cached(&mut self, now: Time) {
+        self.accounts.tick(now);
+        while self.evict_one_held() {}
+        let limit = self.kv.limit();
+        self.kv.set_limit(0);
+        self.kv.set_limit(limit);
+        self.running.retry_refused();
+    }
+
     /// The blocks without memory that were given back since the last call: see [`set_block_limit`](Self::set_block_limit).
     /// All planned steps must have run. The caller discards the content of the blocks before the next step.
     pub fn take_given_back(&mut self) -> Vec<BlockId> {

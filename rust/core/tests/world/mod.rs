@@ -189,6 +189,7 @@ impl World {
             Op::NoteSession { tenant, session, ended } => self.note_session(tenant, session, ended),
             Op::ShareService { tenant, us } => self.share_service(tenant, us),
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
+            Op::EvictCached => self.evict_cached(),
             Op::CloseQueue(closed) => self.scheduler.close_queue(closed, self.now),
             Op::Wait(time) => self.now += time,
             Op::Abort(which) => {
@@ -261,6 +262,19 @@ impl World {
             self.model.block_mut(id.0).fill(POISON);
         }
         assert!(self.scheduler.take_given_back().is_empty());
+    }
+
+    /// Evicts what is cached. Free blocks have no content afterwards.
+    fn evict_cached(&mut self) {
+        let total = self.scheduler.stats().total_blocks;
+        self.scheduler.evict_cached(self.now);
+        let stats = self.scheduler.stats();
+        assert_eq!(stats.total_blocks, total);
+        // Held blocks may be more than a lower limit.
+        assert!(stats.free_blocks == 0 || self.scheduler.blocks_used().kept as usize == total - stats.free_blocks);
+        for id in self.scheduler.take_given_back() {
+            self.model.block_mut(id.0).fill(POISON);
+        }
     }
 
     /// Writes the cells of restored blocks. All stored blocks have the right cells, and no other block is lost.

@@ -71,6 +71,8 @@ pub(crate) enum Op {
     },
     /// Changes the number of blocks that may have memory, and discards what is given back.
     SetBlockLimit(u32),
+    /// Evicts all cached blocks.
+    EvictCached,
     /// Closes the queue, or opens it.
     CloseQueue(bool),
     /// Advances the clock.
