@@ -80,7 +80,10 @@ class EngineInfo:
         texts = [info.max_text_len for info in infos if info.max_text_len is not None]
         return replace(
             infos[0],
-            **{name: sum(getattr(info, name) for info in infos) for name in ("num_kv_blocks", "num_bytes", "shared_bytes", "max_num_seqs")},
+            **{
+                name: sum(getattr(info, name) for info in infos)
+                for name in ("num_kv_blocks", "num_bytes", "shared_bytes", "max_num_seqs", "max_num_batched_tokens")
+            },
             max_model_len=min(info.max_model_len for info in infos),
             max_text_len=min(texts, default=None),
         )

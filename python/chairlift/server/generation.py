@@ -40,6 +40,8 @@ _ENERGY_SECONDS = 5.0
 """Longest wait, in seconds, of a complete answer for the engine's report of its energy."""
 _STARTED_AT_ONCE = 256
 """Prompts of a request that are started before other callbacks of the event loop run."""
+_STEPS_OF_TEXTS = 2
+"""Steps that the texts to embed of a request may fill in the engine: the next one is ready when one has ended."""
 _MAX_BUFFERED_OUTPUTS = 64
 """Outputs of a request with several prompts that are buffered for a slow client."""
 
@@ -161,7 +163,10 @@ class Generation:
         return self._generate_prompt(0) if len(self._prompts) == 1 else self._generate_prompts()
 
     async def _generate_prompts(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Yields the increments of several prompts as they come."""
+        """Yields the increments of several prompts as they come.
+
+        Texts to embed are in the engine as many as fill two steps, so that the prompts of others do not wait for thousands of them.
+        """
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(_MAX_BUFFERED_OUTPUTS)
 
         async def pump(index: int) -> None:
@@ -174,23 +179,35 @@ class Generation:
                 end = error
             await queue.put((index, end))
 
+        info, embeds = self._model.engine.info, self._prompts[0][1].embed
         tasks: list[asyncio.Task[None]] = []
+        ended = running = 0  # prompts, and the tokens of those in the engine
+
+        def has_room() -> bool:
+            tokens = running + self._length(len(tasks))
+            fits = tokens <= _STEPS_OF_TEXTS * info.max_num_batched_tokens and len(tasks) - ended < _STEPS_OF_TEXTS * info.max_num_seqs
+            return fits or not embeds or ended == len(tasks)
+
         try:
-            for index in range(len(self._prompts)):
-                tasks.append(asyncio.create_task(pump(index)))
-                if len(tasks) % _STARTED_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            running = len(tasks)
-            while running:
+            while ended < len(self._prompts):
+                while len(tasks) < len(self._prompts) and has_room():
+                    running += self._length(len(tasks))
+                    tasks.append(asyncio.create_task(pump(len(tasks))))
+                    if len(tasks) % _STARTED_AT_ONCE == 0:
+                        await asyncio.sleep(0)
                 index, item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
-                    running -= 1
+                    ended += 1
+                    running -= self._length(index)
                 else:
                     yield index, item
         finally:
             await cancel(tasks)
+
+    def _length(self, index: int) -> int:
+        return len(self._prompts[index][0])
 
     async def _generate_prompt(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields one prompt's increments and updates usage and metrics."""
