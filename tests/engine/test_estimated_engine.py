@@ -23,6 +23,10 @@ class Clock:
     def monotonic(self):
         return self.seconds
 
+    def pass_by(self, seconds):
+        self.seconds += seconds
+        return True
+
     def monotonic_ns(self):
         return round(self.seconds * 1e9)
 
@@ -256,3 +260,23 @@ def test_nothing_is_cached_after_a_restart_of_the_other_server(engine, clock):
     engine.learn(ServerRestarted())
     assert [cached(3), cached(4)] == [0, 192]
     assert engine.explain(2)["cached_tokens"] == 192, "what was before the restart is explained"
+
+
+def test_the_router_is_told_of_a_restart_though_nothing_runs(clock, tmp_path, engine):
+    engine = EstimatedEngine(engine.config, hash_key=bytes(16))
+    engine.learn(Estimate(step_us=10_000, token_ns=1_000, blocks=BLOCKS))
+
+    def changes():
+        """The number of names that were cached and dropped since the last call."""
+        steps = [engine.step() for _ in range(8) if clock.pass_by(1.0)]
+        told = [outputs for outputs in steps if outputs is not None]
+        return [sum(len(getattr(outputs, name)) for outputs in told) // 8 for name in ("cached", "dropped")]
+
+    add(engine, 1, 200)
+    assert changes() == [12, 0]
+    engine.abort(1)
+    assert changes() == [0, 0]
+    engine.learn(ServerRestarted())
+    assert changes() == [0, 12]
+    assert engine.step() is None
+    engine.close()

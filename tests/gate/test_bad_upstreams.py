@@ -78,6 +78,59 @@ def test_what_is_http_passes_and_all_else_is_a_bad_gateway(caplog):
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.parametrize(
+    ("head", "rest"),
+    [
+        (b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", b"ZZ\r\nsecret"),
+        (b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", b"5\r\nsec"),
+        (b"content-length: 9\r\n\r\nok", b"secret"),
+    ],
+)
+def test_an_answer_that_breaks_in_the_middle_ends_there(head, rest):
+    async def answer(request):
+        await request.send_raw(OK + head)
+        await broken.wait()
+        await request.send_raw(rest)
+
+    async def main():
+        async with (
+            behind(answer) as (_, base, client),
+            asyncio.timeout(20),
+            client.stream("POST", base + PATH, json=CHAT) as response,
+        ):
+            parts = response.aiter_bytes()
+            assert await anext(parts) == b"ok"
+            broken.set()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await asyncio.wait_for(read(parts), 20)
+
+    async def read(parts):
+        async for _ in parts:
+            pass
+
+    broken = asyncio.Event()
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_no_http_takes_no_upstream_out():
+    async def answer(request):
+        await request.send_raw(FAIL["a control character"] if request.headers.get("x-case") else OK + BODY)
+
+    async def main():
+        async with (
+            Server(answer).running() as one,
+            Server(answer).running() as other,
+            gate_here(one.url, other.url) as base,
+            httpx.AsyncClient(timeout=30) as client,
+        ):
+            assert (await client.post(base + PATH, json=CHAT, headers={"x-case": "yes"})).status_code == 502
+            assert sum("x-case" in request.headers for request in one.received + other.received) == 1
+            await asyncio.gather(*(client.post(base + PATH, json=CHAT) for _ in range(8)))
+            assert all(any(request.target == PATH for request in server.received) for server in (one, other))
+
+    asyncio.run(main())
+
+
 def test_headers_without_end_are_not_read_to_their_end():
     sent = 0
 

@@ -354,7 +354,7 @@ def test_the_engine_is_told_once_when_a_streamed_answer_begins():
         @asynccontextmanager
         async def request(*_):
             content = SimpleNamespace(iter_any=parts)
-            yield SimpleNamespace(content_type=content_type, status=200, raw_headers=(), headers={}, content=content)
+            yield SimpleNamespace(content_type=content_type, status=200, raw_headers=(), headers={}, connection=None, content=content)
 
         async def send(_):
             counts.append(len(called))
@@ -389,7 +389,12 @@ def test_a_body_is_dropped_when_the_upstream_answers():
     @asynccontextmanager
     async def request(*_):
         yield SimpleNamespace(
-            content_type="application/json", status=200, raw_headers=(), headers={}, content=SimpleNamespace(iter_any=parts)
+            content_type="application/json",
+            status=200,
+            raw_headers=(),
+            headers={},
+            connection=None,
+            content=SimpleNamespace(iter_any=parts),
         )
 
     async def parts():

@@ -131,7 +131,8 @@ class EstimatedEngine(Engine):
     def step(self) -> StepOutputs | None:
         """Ends the step in flight when its time has come, and begins one; None while it lasts, or if there is nothing to run."""
         if self._in_flight is None:
-            return self._begin()
+            begun, (cached, dropped) = self._begin(), self._scheduler.take_cache_changes()
+            return replace(begun or StepOutputs(), cached=cached, dropped=dropped) if begun or cached or dropped else None
         if self._left() > 0.0:
             return None
         step, self._in_flight = self._in_flight, None

@@ -27,6 +27,8 @@ class Replica:
         """Number of times that the engine died after it had been ready, or was restarted."""
         self.draining = False
         """Whether it gets no new requests because it will be restarted."""
+        self.left_out = False
+        """Whether it gets none because the server behind it is down or drained: see `chairlift.gate`."""
         self._check = check
 
     @property
@@ -37,7 +39,7 @@ class Replica:
     @property
     def ready(self) -> bool:
         """Whether it takes new requests."""
-        return self.engine.ready and not self.draining
+        return self.engine.ready and not self.draining and not self.left_out
 
     @property
     def state(self) -> str:

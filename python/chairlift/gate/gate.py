@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -25,7 +26,16 @@ from chairlift.gate.estimates import Estimates
 from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import CLOSES_SESSION, GENERATES, is_of_clients, plain
 from chairlift.gate.prompt import Prompt, read_prompt
-from chairlift.gate.upstream import RawHeaders, Upstream, UpstreamFailed, failure, fault_of, passed_on
+from chairlift.gate.upstream import (
+    RawHeaders,
+    Upstream,
+    UpstreamFailed,
+    check_head,
+    end_with_connection,
+    failure,
+    passed_on,
+    without_secrets,
+)
 from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.body import LARGE, read_raw
 from chairlift.server.model import ServedModel
@@ -96,19 +106,24 @@ class Gate:
 
     def drain(self, url: str, *, drained: bool) -> None:
         """Takes an upstream out, so that it gets no new requests as long as another one is usable, or back in. Raises ApiError 404."""
-        upstream = next((one for one in self._upstreams if one.url == url.rstrip("/")), None)
+        try:
+            named = without_secrets(url)
+        except ValueError:
+            named = url
+        upstream = next((one for one in self._upstreams if one.url == named), None)
         if upstream is None:
             raise ApiError(404, f"no upstream is {brief(url)}: GET /upstreams lists them", param="upstream", code="upstream_not_found")
         upstream.drained = drained
         self._choose_usable()
 
     def describe(self) -> list[dict[str, Any]]:
-        """The upstreams, for the operator: address, state, and the sequences that run or wait there."""
+        """The upstreams, for the operator: address, whether drained, whether ready, and the sequences that run or wait there."""
         replicas = self._model.engine.replicas
         return [
             {
                 "url": one.url,
-                "state": "drained" if one.drained else "ready" if one.healthy else "down",
+                "drained": one.drained,
+                "ready": one.healthy,
                 "sequences": replica.engine.open_sequences,
             }
             for one, replica in zip(self._upstreams, replicas, strict=True)
@@ -133,7 +148,9 @@ class Gate:
                     with estimates.running(held) if prompt.streamed else contextlib.nullcontext():
                         await self._pass(request, raw, send, held.upstream, held, retries=left > 0)
                 except UpstreamFailed as error:  # nothing was sent to the client
-                    failed, held.outcome = error, Outcome.MOVES if left > 0 else Outcome.REFUSED
+                    failed, held.outcome = error, Outcome.MOVES if left > 0 and error.retry else Outcome.REFUSED
+                    if not error.retry:
+                        break
                     self._leave_out(held.upstream, error)
                     continue
                 if held.answer is not None:
@@ -159,8 +176,8 @@ class Gate:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
                 if retries and response.status == 503:
                     await upstream.check_ready()
-                if (fault := fault_of(response)) is not None:
-                    raise UpstreamFailed(f"the upstream {upstream.url} failed ({fault})")
+                check_head(response)
+                end_with_connection(response)
                 streamed = response.content_type == "text/event-stream"
                 answer = Answer(streamed=streamed, sent=sent)
                 if held is not None and response.status == 200:
@@ -179,13 +196,13 @@ class Gate:
                         if held is not None and before_first_token and answer.ttft is not None:
                             held.on_first_token()
                         await raw_send({"type": "http.response.body", "body": data, "more_body": True})
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
                     if not streamed:
                         raise
                     envelope = for_route(_refusal(failure(upstream.url, error)), scope["path"]).envelope
                     await raw_send({"type": "http.response.body", "body": event(envelope), "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
             if not begun:
                 raise failure(upstream.url, error) from None
             # The connection is closed in the middle of the answer, as the upstream's was.
@@ -225,7 +242,8 @@ class Gate:
             try:
                 await upstream.check_ready()
             except UpstreamFailed as error:
-                self._leave_out(number, error)
+                if error.down:  # a server that is busy may take long to answer
+                    self._leave_out(number, error)
             else:
                 if not upstream.healthy:
                     log.info("the upstream %s is ready again", upstream.url)
@@ -250,7 +268,7 @@ class Gate:
         """Has requests go to the usable upstreams. If there is none they go to all, and get their errors."""
         any_usable = any(upstream.usable for upstream in self._upstreams)
         for replica in self._model.engine.replicas:
-            replica.draining = any_usable and not self._upstreams[replica.number].usable
+            replica.left_out = any_usable and not self._upstreams[replica.number].usable
 
 
 def _first_token(held: Admitted, tell: Callable[[], None], estimates: Estimates) -> None:

@@ -11,6 +11,7 @@ from base64 import b64encode
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from chairlift.errors import ChairliftError
@@ -18,7 +19,7 @@ from chairlift.gate.limits import Limits, merged, of_llama_cpp, of_metrics, of_m
 
 log = logging.getLogger("chairlift")
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
 GONE_SECONDS = 60, 15, 4
 """TCP keep-alive: seconds of silence before the first probe, seconds between probes, and unanswered probes that end the connection.
 
@@ -46,10 +47,10 @@ RawHeaders = list[tuple[bytes, bytes]]
 class UpstreamFailed(ChairliftError):
     """The upstream could not be reached, its answer is no HTTP, or it is not ready."""
 
-    def __init__(self, message: str, *, down: bool = False) -> None:
-        """`down` if nothing listens there, or the upstream says that it is not ready."""
+    def __init__(self, message: str, *, down: bool = False, retry: bool = True) -> None:
+        """`down` if no connection can be made, or the upstream says that it is not ready. `retry` if another upstream may do better."""
         super().__init__(message)
-        self.down = down
+        self.down, self.retry = down, retry
 
 
 class Upstream:
@@ -58,8 +59,8 @@ class Upstream:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """`api_key`, or else the user and password in `url`, replace what clients send as their key."""
         parts = URL(url)
-        self.url = str(parts.with_user(None)).rstrip("/")
-        """Without secrets: clients and logs get to see it."""
+        self.url = without_secrets(url)
+        """Clients and logs get to see it."""
         self.healthy = True
         """Whether the newest connection could be made, and nothing says that it is not ready."""
         self.drained = False
@@ -67,8 +68,8 @@ class Upstream:
         self.was_down = False
         """Whether it was down since it was ready the last time. It may have restarted then, with an empty cache."""
         self._authorization = None if api_key is None else f"Bearer {api_key}"
-        if api_key is None and parts.user is not None:
-            self._authorization = "Basic " + b64encode(f"{parts.user}:{parts.password or ''}".encode()).decode()
+        if api_key is None and (parts.user or parts.password):
+            self._authorization = "Basic " + b64encode(f"{parts.user or ''}:{parts.password or ''}".encode()).decode()
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -137,15 +138,14 @@ class Upstream:
         """A page's status and text."""
         headers = {} if self._authorization is None else {"authorization": self._authorization}
         try:
-            async with self._client().get(
-                self.url + path, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=DISCOVERY_SECONDS)
-            ) as response:
+            timeout = aiohttp.ClientTimeout(total=DISCOVERY_SECONDS, sock_connect=CONNECT_SECONDS)
+            async with self._client().get(self.url + path, headers=headers, allow_redirects=False, timeout=timeout) as response:
                 data = bytearray()
                 while len(data) < LONGEST_PAGE and (more := await response.content.read(LONGEST_PAGE - len(data))):
                     data += more  # one read gives no more than has come
                 return response.status, data.decode("utf-8", "replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})", down=_is_refused(error)) from None
+            raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})", down=_cannot_connect(error)) from None
 
     async def _page(self, path: str) -> str:
         """A page's text, empty if the upstream has none."""
@@ -188,22 +188,45 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
+def without_secrets(url: str) -> str:
+    """An upstream's address without user and password, written in one way. Raises ValueError for what is no address."""
+    return str(URL(url).with_user(None)).rstrip("/").removesuffix("/v1")
+
+
 def failure(url: str, error: Exception) -> UpstreamFailed:
-    """The error of a request that failed on the way."""
-    return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})", down=_is_refused(error))
+    """The error of a request that failed on the way. No other upstream gets a request that was answered, if not in HTTP."""
+    retry = not isinstance(error, aiohttp.ClientResponseError | HttpProcessingError)
+    return UpstreamFailed(f"the upstream {url} failed ({_reason(error)})", down=_cannot_connect(error), retry=retry)
 
 
-def _is_refused(error: Exception) -> bool:
-    return isinstance(error, aiohttp.ClientConnectorError)
+def _cannot_connect(error: Exception) -> bool:
+    return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 
-def fault_of(response: aiohttp.ClientResponse) -> str | None:
-    """What is wrong with the head of an answer that HTTP, or the gate's own server, does not allow; None if nothing is."""
+def check_head(response: aiohttp.ClientResponse) -> None:
+    """Raises UpstreamFailed for the head of an answer that HTTP, or the gate's own server, does not allow."""
+    fault = None
     if not 200 <= response.status < 600:
-        return f"its answer has the status {response.status}"
-    if any(b"\v" in value or b"\f" in value for _, value in response.raw_headers):
-        return "a header of its answer has a control character"
-    return None
+        fault = f"its answer has the status {response.status}"
+    elif any(b"\v" in value or b"\f" in value for _, value in response.raw_headers):
+        fault = "a header of its answer has a control character"
+    if fault is not None:
+        raise UpstreamFailed(f"the upstream {without_secrets(str(response.url.origin()))} failed ({fault})", retry=False)
+
+
+def end_with_connection(response: aiohttp.ClientResponse) -> None:
+    """Has the body fail when the connection ends before it. aiohttp 3.14 waits for ever after a chunk that is none."""
+    connection = response.connection
+    closed = connection.protocol.closed if connection is not None and connection.protocol is not None else None
+    if closed is None:  # the answer has ended
+        return
+
+    def fail(closed: asyncio.Future[None]) -> None:
+        body = response.content
+        if not body.is_eof() and body.exception() is None:
+            body.set_exception((not closed.cancelled() and closed.exception()) or aiohttp.ClientPayloadError())
+
+    closed.add_done_callback(fail)
 
 
 def _reason(error: BaseException) -> str:
@@ -213,6 +236,6 @@ def _reason(error: BaseException) -> str:
             return "no answer in time"
         case aiohttp.ServerDisconnectedError():
             return "it closed the connection"
-        case aiohttp.ClientResponseError():
-            return f"its answer is not valid HTTP: {error.message.partition(':')[0]}"
+        case aiohttp.ClientResponseError() | aiohttp.ClientPayloadError() | HttpProcessingError():
+            return "its answer is not valid HTTP"
     return (str(error) or type(error).__name__)[:200]

@@ -25,9 +25,10 @@ impl Scheduler {
         limit as u32
     }
 
-    /// Evicts all cached blocks that no running sequence uses, and those of held sequences.
+    /// Evicts all cached blocks that no running sequence uses, and those of held sequences. The turns of sessions without requests end.
     pub fn evict_cached(&mut self, now: Time) {
         self.accounts.tick(now);
+        self.sessions.park_excess(0, now, &mut self.kv);
         while self.evict_one_held() {}
         let limit = self.kv.limit();
         self.kv.set_limit(0);

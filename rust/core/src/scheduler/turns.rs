@@ -3,7 +3,7 @@
 use super::Scheduler;
 use crate::config::SessionTurns;
 use crate::request::{FinishReason, SeqId, SessionEvent, Time};
-use crate::sequence::{Phase, Sequence};
+use crate::sequence::{HeldSeq, Phase, Sequence};
 use crate::sessions::{Joins, Machine, Reload, SessionId, SessionWait, Wait};
 use std::sync::Arc;
 
@@ -56,12 +56,12 @@ impl Scheduler {
         let short = self.kv.limit() * SHORT / 100;
         let waits = self.sessions.enter(&joins, joined, (room as u32, short as u32), now, &mut self.kv);
         let owner = self.sessions.owner(joined.of);
+        // What held sequences keep is counted there.
+        let holds = |seq: &HeldSeq| seq.session.is_some_and(|of| of.session == joined.of.session);
+        let kept = if joined.kept_block_us > 0 && self.held.iter().any(holds) { 0 } else { joined.kept_block_us };
         let seq = &mut self.seqs[id];
         seq.set_session(joined.of, owner);
-        // What a held sequence keeps is counted there.
-        if seq.request().continues.is_none() {
-            seq.account.keep(joined.kept_block_us);
-        }
+        seq.account.keep(kept);
         waits
     }
 

@@ -523,3 +523,33 @@ fn blocks_of_a_parked_session_are_not_billed() {
     let billed = lab.ended[&4].block_us - 75 * quiet;
     assert!(billed < 75 * 2 * SECOND, "{billed} beside what its own computing took");
 }
+
+#[test]
+fn blocks_are_not_billed_to_a_session_whose_held_sequence_is() {
+    let billed = |gap: Time| {
+        let mut lab = lab(config(&Fcfs));
+        let held = lab.scheduler.open(&"".into(), &Arc::default(), lab.now);
+        let first = turn(1, 1);
+        let continues = Continues { held, tokens: 0 };
+        lab.add(Request { continues: Some(continues), ..first });
+        finish_requests(&mut lab);
+        lab.now += gap;
+        lab.add(turn(2, 1));
+        finish_requests(&mut lab);
+        lab.ended[&2].block_us
+    };
+    assert_eq!(billed(5 * SECOND), billed(0));
+}
+
+#[test]
+fn nothing_is_kept_after_the_cache_was_evicted() {
+    let mut lab = lab(config(&Fcfs));
+    lab.add(turn(1, 1));
+    run(&mut lab);
+    lab.scheduler.evict_cached(lab.now);
+    lab.now += 5 * SECOND;
+    lab.add(turn(2, 1));
+    run(&mut lab);
+    assert_eq!(lab.ended[&2].cached_tokens, 0);
+    assert!(lab.ended[&2].block_us < 75 * 2 * SECOND, "{}", lab.ended[&2].block_us);
+}
