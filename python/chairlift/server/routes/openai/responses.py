@@ -259,7 +259,7 @@ async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExc
     info = model.engine.info
     made = {"id": _id("resp"), "created": int(time.time()), "model": model.name}
     head = {**made, "determinism": info.determinism, "arithmetic": info.arithmetic}
-    reason = {"code": error.code, "message": for_route(api_error(error), "/v1/responses").envelope["error"]["message"]}
+    reason = {"code": error.code, "message": for_route(api_error(error), {"path": "/v1/responses"}).envelope["error"]["message"]}
     events = ("created", _response_object(body, head, "in_progress")), ("failed", _response_object(body, head, "failed", error=reason))
     for number, (name, response) in enumerate(events):
         data = {"type": f"response.{name}", "response": response, "sequence_number": number}
