@@ -53,7 +53,8 @@ def test_the_operator_needs_no_key(tmp_path, monkeypatch):
                 assert not drained
                 assert (await client.post("/drain")).status_code == 202
                 assert drained == [True]
-                assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 404
+                for api, body in (("completions", {"prompt": "a"}), ("messages", {"messages": []})):
+                    assert (await client.post(f"/v1/{api}", json=body)).status_code == 404
 
     asyncio.run(ask())
     assert not path.exists()

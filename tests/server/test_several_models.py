@@ -88,6 +88,23 @@ def test_an_unknown_name_lists_what_there_is(several):
     assert "this server has" in http.post("/api/chat", json={"model": "gpt-5"}).json()["error"]
 
 
+def test_models_are_listed_in_anthropics_pages(several):
+    for query, names, more in (
+        ("limit=1000", ["chat", "gpt-4o", "small", "third"], False),
+        ("limit=2", ["chat", "gpt-4o"], True),
+        ("limit=2&after_id=gpt-4o", ["small", "third"], False),
+        ("limit=2&before_id=third", ["gpt-4o", "small"], True),
+        ("before_id=chat", [], False),
+        ("after_id=small&before_id=gpt-4o", [], False),
+    ):
+        page = several[0].get(f"/v1/models?{query}").json()
+        assert [one["id"] for one in page["data"]] == names, query
+        assert [page["first_id"], page["last_id"], page["has_more"]] == [*((names[0], names[-1]) if names else (None, None)), more]
+    for query in ("limit=0", "limit=1001", "limit=x", "after_id=zz", "before_id="):
+        refused = several[0].get(f"/v1/models?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
 def test_models_are_listed_with_their_state(several):
     http, _, engines = several
     assert statuses(http) == {"chat": "not loaded", "gpt-4o": "not loaded", "small": "not loaded", "third": "not loaded"}

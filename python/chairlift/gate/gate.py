@@ -199,7 +199,7 @@ class Gate:
                 except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
                     if not streamed:
                         raise
-                    envelope = for_route(_refusal(failure(upstream.url, error)), scope["path"]).envelope
+                    envelope = for_route(_refusal(failure(upstream.url, error)), scope).envelope
                     await raw_send({"type": "http.response.body", "body": event(envelope), "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from chairlift.errors import (
     ContextExceeded,
@@ -81,11 +82,11 @@ _STATUSES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 429: "t
 class AnthropicError(ApiError):
     """The same error in Anthropic's format."""
 
-    def __init__(self, error: ApiError) -> None:
+    def __init__(self, error: ApiError, request_id: str | None) -> None:
         fields = error.envelope["error"]
         super().__init__(error.status, fields["message"], param=fields["param"], code=fields["code"], headers=error.headers)
         kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        self.envelope = {"type": "error", "error": fields | {"type": kind}}
+        self.envelope = {"type": "error", "error": fields | {"type": kind}, "request_id": request_id}
 
 
 class OllamaError(ApiError):
@@ -116,12 +117,26 @@ def _context_words(error: ContextExceeded, path: str) -> str:
     return str(error)
 
 
-def for_route(error: ApiError, path: str) -> ApiError:
-    """Returns the error in the format of the API at `path`."""
+SHARED_PATHS = ("/v1/models", "/v1/files")
+"""How the paths begin that OpenAI's and Anthropic's APIs share."""
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API, whose clients send the header `anthropic-version`."""
+    path = scope["path"]
+    return path.startswith("/v1/messages") or (
+        path.startswith(SHARED_PATHS) and any(name == b"anthropic-version" for name, _ in scope["headers"])
+    )
+
+
+def for_route(error: ApiError, scope: Scope) -> ApiError:
+    """Returns the error in the format of the API of a request. On the admin socket requests have no id."""
+    path = scope["path"]
     if error.exceeded is not None:
         error.envelope["error"]["message"] = _context_words(error.exceeded, path)
-    if path.startswith("/v1/messages"):
-        return AnthropicError(error)
+    if is_anthropic(scope):
+        context = scope.get("state", {}).get("context")
+        return AnthropicError(error, context and context.request_id)
     return OllamaError(error) if path.startswith("/api/") else error
 
 
@@ -198,7 +213,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         if "context" in request.scope.get("state", {}):
             refusal = Refusal.of(response.status, response.envelope["error"])
             service.registry.add_refusal(request.state.tenant, request.state.context.request_id, refusal)
-    return for_route(response, request.url.path).response()
+    return for_route(response, request.scope).response()
 
 
 HANDLERS: dict[Any, Any] = dict.fromkeys(

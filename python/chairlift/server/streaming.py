@@ -94,19 +94,19 @@ class EventStream(Response):
                 elif self._late_headers is not None:
                     self.headers.update(await self._late_headers())
             except Exception as error:
-                await for_route(client_error(error), scope["path"]).response()(scope, receive, send)
+                await for_route(client_error(error), scope).response()(scope, receive, send)
             else:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 # Middleware only needs the start and the end of the response. Events skip it: there is one for each token.
                 raw_send = scope.get("state", {}).get("raw_send", send)
                 # In a task of its own a token does not pass through the coroutines of all middleware.
-                await asyncio.create_task(self._body(first, events, scope["path"], raw_send, send), name=scope["path"])
+                await asyncio.create_task(self._body(first, events, scope, raw_send, send), name=scope["path"])
             finally:
                 # A generator cannot be closed while it is running.
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
 
-    async def _body(self, first: Awaitable[bytes], events: AsyncGenerator[bytes], path: str, raw_send: Send, send: Send) -> None:
+    async def _body(self, first: Awaitable[bytes], events: AsyncGenerator[bytes], scope: Scope, raw_send: Send, send: Send) -> None:
         now = asyncio.get_running_loop().time
         self._sent = now()
         keep_alives = asyncio.create_task(self._send_keep_alives(raw_send))
@@ -118,7 +118,7 @@ class EventStream(Response):
                 self._sent = now()
                 await raw_send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            envelope = for_route(client_error(error), path).envelope
+            envelope = for_route(client_error(error), scope).envelope
             await send({"type": "http.response.body", "body": self.error_event(envelope), "more_body": True})
         finally:
             keep_alives.cancel()

@@ -64,6 +64,8 @@ class Usage:
             "cache_creation": {"ephemeral_5m_input_tokens": self.written, "ephemeral_1h_input_tokens": 0},
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.completion,
+            "output_tokens_details": None if self.reasoning is None else {"thinking_tokens": self.reasoning},
+            "server_tool_use": None,
         }
 
 

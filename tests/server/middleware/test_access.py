@@ -52,6 +52,16 @@ def test_a_wrong_key_is_told_from_none(locked):
     assert [message.partition(":")[0] for message in reported] == ["No API key provided", "Incorrect API key provided"]
 
 
+def test_anthropics_clients_get_its_envelope_where_they_share_a_route(locked, http):
+    wrong = {"anthropic-version": "2023-06-01", "x-api-key": "nope"}
+    refused = locked.get("/v1/models", headers=wrong)
+    assert (refused.status_code, refused.json()["type"], refused.json()["error"]["type"]) == (401, "error", "authentication_error")
+    assert refused.headers["request-id"] == refused.headers["x-request-id"] == refused.json()["request_id"]
+    assert locked.get("/v1/files/x", headers=wrong).json()["type"] == "error"
+    for other in (locked.get("/v1/models", headers={"x-api-key": "nope"}), http.post("/v1/chat/completions", headers=wrong)):
+        assert (other.json().keys(), "request-id" in other.headers) == ({"error"}, False)
+
+
 def test_two_keys_are_none(locked):
     good, bad = (b"authorization", b"Bearer " + KEY.encode()), (b"authorization", b"Bearer nope")
     assert locked.get("/v1/models", headers=[bad, good]).status_code == 401

@@ -137,6 +137,8 @@ def test_the_tokens_of_reasoning_are_counted(client, http, monkeypatch):
     assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == 8
     body = {"model": MODEL, "input": "SAY:<think>abc"}
     assert http.post("/v1/responses", json=body).json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+    message = http.post("/v1/messages", json=request_body("<think>abc", max_tokens=9)).json()
+    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
 
 
 def test_a_schema_begins_after_the_reasoning(client, engine):

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.scheduling import TENANT
-from chairlift.server.errors import ApiError, api_error, for_route
+from chairlift.server.errors import ApiError, api_error, for_route, is_anthropic
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import RESERVED_NAMES, Keys, Tenant
 from chairlift.server.middleware.disconnect import run_until_disconnect
@@ -73,10 +73,14 @@ class AccessMiddleware:
         request_id = _request_id(headers)
         context = _context(request_id.decode(), headers, scope.get("state", {}).get(FIRST_BYTE))
         CURRENT_REQUEST.set(context)
+        scope["state"] = {"context": context}
+
+        # Anthropic's clients read another header than OpenAI's.
+        id_headers = (b"x-request-id", b"request-id") if is_anthropic(scope) else (b"x-request-id",)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *((name, request_id) for name in _id_headers(scope["path"]))]
+                message["headers"] = [*message["headers"], *((name, request_id) for name in id_headers)]
             await send(message)
 
         try:
@@ -88,10 +92,10 @@ class AccessMiddleware:
             refusal.headers["connection"] = "close"
             if refusal.rejection_reason is not None:
                 self._service.count_rejected(refusal.rejection_reason)
-            await for_route(refusal, scope["path"]).response()(scope, receive, send_with_id)
+            await for_route(refusal, scope).response()(scope, receive, send_with_id)
             return
         ticket = self._service.admission.ticket(tenant)
-        scope["state"] = {"context": context, "tenant": tenant.name, "reader": tenant.reader, "ticket": ticket, "raw_send": send}
+        scope["state"] |= {"tenant": tenant.name, "reader": tenant.reader, "ticket": ticket, "raw_send": send}
         scope["state"]["may_unload"] = tenant.operator or not self._policy.keys
         with self._service.track_open():
             try:
@@ -155,11 +159,6 @@ class AccessMiddleware:
 def _context(request_id: str, headers: _Headers, first_byte: float | None) -> RequestContext:
     trace = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
     return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte)
-
-
-def _id_headers(path: str) -> tuple[bytes, ...]:
-    """Names of the response header with the request's id: Anthropic's clients read another one than OpenAI's."""
-    return (b"x-request-id", b"request-id") if path.startswith("/v1/messages") else (b"x-request-id",)
 
 
 def _is_local(host: str, bound: str) -> bool:

@@ -2,7 +2,7 @@ import json
 
 import anthropic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from cpu_cost import cost
 from fake_async_engine import MODEL, answer
 from pydantic import TypeAdapter
@@ -44,6 +44,10 @@ def test_a_whole_answer_has_anthropic_s_shape(http):
     body = http.post("/v1/messages", json={**ONE, "system": "be brief", "stop_sequences": ["never"]}).json()
     answered = TypeAdapter(Message).validate_python(body, strict=True)
     assert answered.content[0].text == answer("be brief one two", 4)
+    # The client for TypeScript calls these fields null where nothing is to be said, never missing.
+    for part, optional in ((answered, {"diagnostics"}), (answered.usage, {"speed"}), (answered.content[0], set())):
+        assert part.model_fields_set >= type(part).model_fields.keys() - optional
+    assert (answered.usage.service_tier, answered.usage.output_tokens_details) == ("standard", None)
     assert (answered.stop_reason, answered.stop_sequence, answered.model) == ("max_tokens", None, MODEL)
     usage = answered.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens, usage.output_tokens) == (0, 3, 13, 4)
@@ -75,7 +79,10 @@ def test_a_stream_tells_the_whole_story(http):
         *("content_block_stop", "message_delta", "message_stop"),
     ]
     assert "".join(event["delta"]["text"] for event in reported[3:7]) == answer("one two", 4)
-    assert reported[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert reported[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None, "stop_details": None, "container": None}
+    assert reported[-2]["usage"].keys() >= {"output_tokens_details", "server_tool_use"}
+    assert reported[0]["message"].keys() >= {"stop_details", "container"}
+    assert reported[2]["content_block"] == {"type": "text", "text": "", "citations": None}
     assert reported[-2]["usage"]["output_tokens"] == 4
 
 
@@ -87,6 +94,7 @@ def test_the_anthropic_client_creates_streams_and_counts(claude):
     assert claude.messages.count_tokens(model=MODEL, messages=ONE["messages"], system="be").input_tokens == len("be one two")
     [listed] = claude.models.list()
     assert (listed.id, listed.lifecycle, listed.max_input_tokens) == (MODEL, "active", 2048)
+    assert listed.model_fields_set >= ModelInfo.model_fields.keys()
 
 
 def test_calls_are_blocks_of_their_own(claude, says):
@@ -103,6 +111,7 @@ def test_calls_are_blocks_of_their_own(claude, says):
     for message in (whole, streamed):
         assert message.stop_reason == "tool_use"
         assert message.content[0].text == "let me see"
+        assert {call.caller.type for call in message.content[1:]} == {"direct"}
         assert [(call.id, call.name, call.input) for call in message.content[1:]] == [
             ("call_1", "hot", {"in": "Rome"}),
             ("call_2", "hot", {}),
@@ -127,7 +136,12 @@ def test_a_call_that_the_client_named_is_a_call(claude, says):
 
 
 def test_the_anthropic_client_knows_a_requests_id(claude):
-    assert claude.with_options(default_headers={"x-request-id": "mine"}).messages.create(**ONE)._request_id == "mine"
+    named = claude.with_options(default_headers={"x-request-id": "mine"})
+    assert named.messages.create(**ONE)._request_id == named.models.list()._request_id == "mine"
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        named.models.retrieve("zz")
+    assert (unknown.value.request_id, unknown.value.body["request_id"], unknown.value.body["type"]) == ("mine", "mine", "error")
+    assert unknown.value.body["error"]["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize(

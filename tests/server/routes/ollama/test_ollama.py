@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import ollama
 import pytest
@@ -148,13 +149,13 @@ def test_the_model_is_described(llama, http):
     assert http.post("/api/show", json={"name": "other"}).status_code == 404
 
 
-def test_what_is_not_known_before_the_first_start_is_empty(http, engine):
-    known, engine.info = engine.info, EngineInfo()
-    try:
-        [listed] = http.get("/api/tags").json()["models"]
-    finally:
-        engine.info = known
-    assert (listed["size"], listed["digest"], listed["details"]["families"], listed["details"]["family"]) == (0, "", [], "")
+def test_what_is_not_known_before_the_first_start_is_empty(http, engine, server, monkeypatch):
+    monkeypatch.setattr(engine, "info", EngineInfo())
+    [listed] = http.get("/api/tags").json()["models"]
+    assert (listed["size"], listed["details"]["families"], listed["details"]["family"]) == (0, [], "")
+    assert re.fullmatch("[0-9a-f]{64}", listed["digest"])  # `ollama list` shows the first 12 digits, and fails if there are fewer
+    monkeypatch.setattr(server[1].default, "num_bytes", 7)
+    assert http.get("/api/tags").json()["models"] == [listed | {"size": 7}]
 
 
 def test_memory_of_a_device_is_told(http, engine):

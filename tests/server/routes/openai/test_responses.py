@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import openai
 import pytest
@@ -58,6 +59,17 @@ def test_a_whole_answer_has_openai_s_shape(http):
     assert (answered.usage.input_tokens, answered.usage.output_tokens, answered.usage.total_tokens) == (16, 3, 19)
     assert answered.usage.input_tokens_details.cached_tokens == 3
     assert (answered.instructions, answered.metadata, answered.model) == ("be brief", {"a": "b"}, MODEL)
+
+
+def test_a_response_tells_the_sampling_that_was_used(http, engine, monkeypatch):
+    monkeypatch.setattr(engine, "info", replace(engine.info, default_sampling={"temperature": 0.25}))
+    asked = {"input": "one", "max_output_tokens": 1, "stream": True}
+    too_long = {**asked, "input": "a " * 3000}
+    for body, used in ((asked, (0.25, 1.0)), ({**asked, "temperature": 0.0, "top_p": 0.5}, (0.0, 0.5)), (too_long, (0.25, 1.0))):
+        reported = [json.loads(event.partition("data: ")[2]) for event in http.post("/v1/responses", json=body).text.strip().split("\n\n")]
+        responses = [event["response"] for event in reported if "response" in event]
+        assert {(response["temperature"], response["top_p"]) for response in responses} == {used}
+        assert body is too_long or (engine.seen[-1].temperature, engine.seen[-1].top_p) == used
 
 
 def test_a_stream_tells_the_whole_story(http):

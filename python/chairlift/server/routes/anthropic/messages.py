@@ -53,7 +53,7 @@ class _MessageBuilder:
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] | None = None
         """Text or arguments of the block in progress."""
-        self._stop_reason: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._stop_reason = _stop(None)
 
     async def whole(self) -> dict[str, Any]:
         """Returns the whole message; raises the engine's errors."""
@@ -81,7 +81,9 @@ class _MessageBuilder:
             yield typed_event(data)
 
     def _message(self) -> dict[str, Any]:
-        head = self._completion.generation.head
+        generation = self._completion.generation
+        head = generation.head
+        tier = "standard" if generation.service_tier else None
         return {
             "id": head["id"],
             "type": "message",
@@ -90,9 +92,8 @@ class _MessageBuilder:
             "determinism": head["determinism"],
             "arithmetic": head["arithmetic"],
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": self._completion.generation.usage.message(),
+            **_stop(None),
+            "usage": {**generation.usage.message(), "inference_geo": None, "service_tier": tier},
             **self._diagnostics(),
         }
 
@@ -117,12 +118,12 @@ class _MessageBuilder:
         if delta.content:
             if not self._in_block("text"):
                 yield from self._close()
-                yield self._open({"type": "text", "text": ""})
+                yield self._open(_text_block())
             yield self._append(delta.content, {"type": "text_delta", "text": delta.content})
         for call in delta.calls:
             if call.id is not None:
                 yield from self._close()
-                yield self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+                yield self._open({"type": "tool_use", "id": call.id, "caller": {"type": "direct"}, "name": call.name, "input": {}})
             if call.arguments:
                 yield self._append(call.arguments, {"type": "input_json_delta", "partial_json": call.arguments})
         if delta.finish_reason:
@@ -132,7 +133,7 @@ class _MessageBuilder:
         """Yields the events after the last token."""
         yield from self._close()
         if not self._blocks or (self._blocks[-1]["type"] == "thinking" and self._stop_reason["stop_reason"] != self._at_limit):
-            yield self._open({"type": "text", "text": ""})
+            yield self._open(_text_block())
             yield from self._close()
         metrics = self._completion.generation.metrics() if self._body.metrics else {}
         yield {"type": "message_delta", "delta": self._stop_reason, "usage": self._completion.generation.usage.message(), **metrics}
@@ -166,8 +167,17 @@ class _MessageBuilder:
     def _reason(self, delta: Delta, called: bool) -> dict[str, Any]:
         """Returns Anthropic's stop reason; OpenAI's is "stop" if the answer `called` the function that the client chose."""
         if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+            return _stop("stop_sequence", delta.stop_reason)
         if delta.finish_reason == "stop" and called:
-            return {"stop_reason": "tool_use", "stop_sequence": None}
+            return _stop("tool_use")
         reasons = {"stop": "end_turn", "length": self._at_limit, "tool_calls": "tool_use"}
-        return {"stop_reason": reasons[delta.finish_reason or "stop"], "stop_sequence": None}
+        return _stop(reasons[delta.finish_reason or "stop"])
+
+
+def _stop(reason: str | None, sequence: str | None = None) -> dict[str, Any]:
+    """Returns the fields that a message and the event `message_delta` share; None for a message that has not ended."""
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
+
+
+def _text_block() -> dict[str, Any]:
+    return {"type": "text", "text": "", "citations": None}

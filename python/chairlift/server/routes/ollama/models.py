@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -35,7 +36,7 @@ class ShowRequest(Fields):
 async def tags(request: Request) -> Response:
     """Lists the served models under all of their names."""
     listed = [(model, name) for model in service_of(request).models for name in model.names]
-    return Json({"models": [{**_entry(model, name), "size": model.engine.info.checkpoint.weight_bytes} for model, name in listed]})
+    return Json({"models": [{**_entry(model, name), "size": _size(model)} for model, name in listed]})
 
 
 async def ps(request: Request) -> Response:
@@ -93,9 +94,16 @@ async def version(request: Request) -> Response:
     return Json({"version": OLLAMA_VERSION})
 
 
+def _size(model: ServedModel) -> int:
+    """Returns the bytes of a model's weights; before it was loaded only if they are files at a path, else 0."""
+    return model.engine.info.checkpoint.weight_bytes or model.num_bytes
+
+
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
-    """Returns the fields of all lists. What is not known before the model was loaded is empty."""
+    """Returns the fields of all lists. What is not known before the model was loaded is empty, and the digest is that of its source."""
     info = model.engine.info
+    # `ollama list` fails without a digest.
+    digest = info.digest or hashlib.sha256(model.engine.config.model.encode()).hexdigest()
     family = _family(model)
     details = {
         "parent_model": "",
@@ -105,7 +113,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "parameter_size": _parameter_size(info.checkpoint.num_weights),
         "quantization_level": info.checkpoint.weight_type,
     }
-    return {"name": name, "model": name, "modified_at": _time(model.created), "digest": info.digest, "details": details}
+    return {"name": name, "model": name, "modified_at": _time(model.created), "digest": digest, "details": details}
 
 
 def _model_info(model: ServedModel) -> dict[str, Any]:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.errors import brief
+from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import Json
 from chairlift.server.model import ServedModel
+from chairlift.server.routes.openai.files import page_of, page_size
 from chairlift.server.service import service_of
+
+MAX_PAGE = 1000
+"""Most models of a page."""
 
 
 async def models(request: Request) -> Response:
     """Lists the served models under all of their names, and their LoRA adapters.
 
-    The format is OpenAI's, with the fields that Anthropic's clients read.
+    The format is OpenAI's, with the fields that Anthropic's clients read, and Anthropic's paging. Raises ApiError for a wrong query.
     """
     entries = [
         _entry(model, name)
         for model in service_of(request).models
         for name in (*model.names, *filter(model.adapter, sorted(model.engine.adapters)))
     ]
-    return Json({"object": "list", "data": entries, "first_id": entries[0]["id"], "last_id": entries[-1]["id"], "has_more": False})
+    names, query = [entry["id"] for entry in entries], request.query_params
+    limit = page_size(query.get("limit"), len(entries), MAX_PAGE)
+    before = "before_id" in query
+    left = entries[_position(query, "after_id", names, -1) + 1 : _position(query, "before_id", names, len(names))]
+    return page_of(left[-limit:] if before else left[:limit], limit < len(left))
+
+
+def _position(query: Mapping[str, str], cursor: str, names: list[str], default: int) -> int:
+    """Returns where a cursor of the query is in the list; raises ApiError."""
+    if cursor not in query:
+        return default
+    if query[cursor] not in names:
+        raise ApiError(400, f"{cursor} must be the id of a listed model, got {brief(query[cursor])}", param=cursor)
+    return names.index(query[cursor])
 
 
 async def model(request: Request) -> Response:
@@ -56,6 +76,10 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "capabilities": None,
         "max_input_tokens": context,
         "max_tokens": context,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),

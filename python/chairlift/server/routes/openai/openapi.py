@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 import chairlift
 from chairlift.server.chat.request import ChatRequest
+from chairlift.server.errors import SHARED_PATHS
 from chairlift.server.http.responses import to_json_bytes
 from chairlift.server.routes.anthropic.message_request import CountRequest, MessagesRequest
 from chairlift.server.routes.ollama.chat_request import GenerateRequest, OllamaChatRequest
@@ -20,6 +21,7 @@ from chairlift.server.routes.ollama.embed import EmbedRequest, OldEmbedRequest
 from chairlift.server.routes.ollama.models import ShowRequest
 from chairlift.server.routes.openai.batches import BatchCreateRequest
 from chairlift.server.routes.openai.embeddings import EmbeddingRequest
+from chairlift.server.routes.openai.models import MAX_PAGE
 from chairlift.server.routes.openai.rerank import RerankRequest
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 from chairlift.server.routes.sequences import (
@@ -144,16 +146,16 @@ def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, s
     content = {"application/json": {"schema": _ref(answer)}} if answer else None
     if content and streams:
         content["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"] = {"schema": {"type": "string"}}
-    error = "AnthropicError" if path.startswith("/v1/messages") else "OllamaError" if path.startswith("/api/") else "Error"
     in_use = {409: "In use", 410: "Dropped while it was generated"} if "{id}" in path else {}
-    operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED | in_use, error)
+    operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED | in_use, _error(path))
     schema = {"type": "object"} if model is None else _ref(model.__name__)
     body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     return operation | body | ({"parameters": [_ID]} if "{id}" in path else {})
 
 
 def _upload() -> dict[str, Any]:
-    operation = _operation("Upload a file", {"application/json": {"schema": _ref("File")}}, _MALFORMED | _REJECTED | {507: "No space"})
+    failures = _MALFORMED | _REJECTED | {507: "No space"}
+    operation = _operation("Upload a file", {"application/json": {"schema": _ref("File")}}, failures, "SharedError")
     schema = _object({"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}})
     return operation | {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
@@ -163,11 +165,15 @@ def _get(path: str, summary: str, answer: str, served: tuple[str, ...]) -> dict[
     content = {"application/json": {"schema": _ref(answer)}} if answer else {"application/octet-stream": {"schema": {"type": "string"}}}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     parameters = [_ID if name == "id" else {**_ID, "name": name, "schema": {"enum": list(served)}} for name in names]
+    if path == "/v1/models":
+        name, limit = {"enum": list(served)}, {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}
+        paging = (("limit", limit), ("after_id", name), ("before_id", name))
+        parameters = [{"name": name, "in": "query", "schema": schema} for name, schema in paging]
     failures = {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503], **({409: "In use, or ended"} if "{id}" in path else {})}
-    operation = _operation(summary, content, failures, "OllamaError" if path.startswith("/api/") else "Error")
+    operation = _operation(summary, content, failures, _error(path))
     if path in ("/health", "/ping"):
         operation["responses"]["503"]["content"] = content
-    return operation | ({"parameters": parameters} if names else {})
+    return operation | ({"parameters": parameters} if parameters else {})
 
 
 def _operation(summary: str, content: dict[str, Any] | None, failures: dict[int, str], error: str = "Error") -> dict[str, Any]:
@@ -177,6 +183,13 @@ def _operation(summary: str, content: dict[str, Any] | None, failures: dict[int,
         "summary": summary,
         "responses": answers | {str(status): {"description": text, "content": error_content} for status, text in sorted(failures.items())},
     }
+
+
+def _error(path: str) -> str:
+    """Returns the schema of a route's errors; that of the routes which APIs share depends on the header `anthropic-version`."""
+    if path.startswith("/v1/messages"):
+        return "AnthropicError"
+    return "OllamaError" if path.startswith("/api/") else "SharedError" if path.startswith(SHARED_PATHS) else "Error"
 
 
 def _ref(name: str) -> dict[str, str]:
@@ -213,7 +226,8 @@ _FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "c
 # Schemas of responses: the fields that clients may rely on.
 _RESPONSES: dict[str, Any] = {
     "Error": _object({"error": _object(_FAILURE)}, usage=_USAGE),
-    "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_FAILURE)}),
+    "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_FAILURE), "request_id": _STRING}),
+    "SharedError": {"anyOf": [_ref("Error"), _ref("AnthropicError")]},
     "OllamaError": _object({"error": _STRING}),
     "OllamaStatus": _object({"status": _STRING}),
     "OllamaAnswer": _object(
@@ -271,7 +285,14 @@ _RESPONSES: dict[str, Any] = {
             "content": _list(_object({"type": {"enum": ["text", "tool_use"]}})),
             "stop_reason": {"enum": ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]},
             "stop_sequence": _or_null("string"),
-            "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER}),
+            "stop_details": _or_null("object"),
+            "container": _or_null("object"),
+            "usage": _object(
+                {"input_tokens": _INTEGER, "output_tokens": _INTEGER, "output_tokens_details": _or_null("object")},
+                server_tool_use=_or_null("object"),
+                service_tier=_or_null("string"),
+                inference_geo=_or_null("string"),
+            ),
         },
         metrics=_OBJECT,
     ),
@@ -283,7 +304,7 @@ _RESPONSES: dict[str, Any] = {
     "Model": _object(
         {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "max_model_len": _or_null("integer"), "status": _STRING}
     ),
-    "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+    "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model")), "has_more": {"type": "boolean"}}),
     "File": _object(
         {"id": _STRING, "object": {"const": "file"}, "bytes": _INTEGER, "created_at": _INTEGER, "filename": _STRING, "purpose": _STRING},
         expires_at=_or_null("integer"),

@@ -39,8 +39,8 @@ async def responses(request: Request) -> Response:
             raise
         # OpenAI says in the stream that the input is too long, and only there Codex takes it as a reason to compact the conversation.
         service_of(request).count_rejected("invalid", model_of(request))
-        return EventStream(_refusal(body, model_of(request), error, large=request.state.large), {})
-    builder = _ResponseBuilder(body, completion, model_of(request).engine.tokenizer, large=request.state.large)
+        return EventStream(_refusal(body, request, error), {})
+    builder = _ResponseBuilder(body, completion, model_of(request), large=request.state.large)
     if body.stream:
         return EventStream(builder.events(), completion.headers, completion.generation.wait_headers)
     whole = await builder.whole()
@@ -62,11 +62,11 @@ _Event = dict[str, Any]
 class _ResponseBuilder:
     """Builds the response from increments: reasoning, messages and function calls, and the events that report them."""
 
-    def __init__(self, body: ResponsesRequest, completion: ChatCompletion, tokenizer: Any, *, large: bool) -> None:
+    def __init__(self, body: ResponsesRequest, completion: ChatCompletion, model: ServedModel, *, large: bool) -> None:
         """`large` says whether the request was: the response repeats its tools and instructions."""
         self._body, self._large = body, large
         self._completion = completion
-        self._tokenizer = tokenizer
+        self._model = model
         self._done: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None
         """The item in progress; its text or arguments are in `_pieces` until it is complete."""
@@ -205,7 +205,7 @@ class _ResponseBuilder:
         return {"type": "response.output_text.delta", **self._item_fields(), "content_index": 0, "delta": text, "logprobs": shown}
 
     def _logprobs_json(self, logprobs: list[TokenLogprobs]) -> Iterator[dict[str, Any]]:
-        return chat_logprobs_json(self._tokenizer, logprobs, self._body.top_logprobs or 0, False)
+        return chat_logprobs_json(self._model.engine.tokenizer, logprobs, self._body.top_logprobs or 0, False)
 
     def _item_fields(self) -> dict[str, Any]:
         assert self._item is not None
@@ -215,13 +215,14 @@ class _ResponseBuilder:
         """Returns the response object in its current state, with the request's parameters."""
         generation = self._completion.generation
         return _response_object(
-            self._body, generation.head, status, output=list(self._done), service_tier=generation.service_tier, **fields
+            self._body, self._model, generation.head, status, output=list(self._done), service_tier=generation.service_tier, **fields
         )
 
 
-def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: str, **fields: Any) -> dict[str, Any]:
-    """Returns a response object with the request's parameters. `head` has its id, when it was created, its model,
+def _response_object(body: ResponsesRequest, model: ServedModel, head: Mapping[str, Any], status: str, **fields: Any) -> dict[str, Any]:
+    """Returns a response object with the request's parameters, or the model's. `head` has its id, when it was created, its model's name,
     determinism and arithmetic."""
+    sampling = {"temperature": 1.0, "top_p": 1.0, **model.default_sampling}
     return {
         "id": head["id"],
         "object": "response",
@@ -242,28 +243,29 @@ def _response_object(body: ResponsesRequest, head: Mapping[str, Any], status: st
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "service_tier": None,
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling["temperature"] if body.temperature is None else body.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": body.response_tools,
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampling["top_p"] if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         **fields,
     }
 
 
-async def _refusal(body: ResponsesRequest, model: ServedModel, error: ContextExceeded, *, large: bool) -> AsyncGenerator[bytes]:
+async def _refusal(body: ResponsesRequest, request: Request, error: ContextExceeded) -> AsyncGenerator[bytes]:
     """Yields the events of a response that fails because its input is too long."""
+    model = model_of(request)
     info = model.engine.info
     made = {"id": _id("resp"), "created": int(time.time()), "model": model.name}
     head = {**made, "determinism": info.determinism, "arithmetic": info.arithmetic}
-    reason = {"code": error.code, "message": for_route(api_error(error), "/v1/responses").envelope["error"]["message"]}
-    events = ("created", _response_object(body, head, "in_progress")), ("failed", _response_object(body, head, "failed", error=reason))
-    for number, (name, response) in enumerate(events):
+    reason = {"code": error.code, "message": for_route(api_error(error), request.scope).envelope["error"]["message"]}
+    for number, (name, status, failure) in enumerate((("created", "in_progress", None), ("failed", "failed", reason))):
+        response = _response_object(body, model, head, status, error=failure)
         data = {"type": f"response.{name}", "response": response, "sequence_number": number}
-        yield await large_event(data, typed=True) if large else typed_event(data)
+        yield await large_event(data, typed=True) if request.state.large else typed_event(data)
 
 
 def _message() -> dict[str, Any]:
