@@ -93,9 +93,10 @@ def test_tools_are_called(llama, engine):
     assert "rain" in result["content"]
 
 
-def test_calls_have_ids_and_numbers(http, engine):
-    messages = [{"role": "user", "content": f"SAY:{CALL}{CALL}"}]
-    asked = {"messages": messages, "tools": [{"function": {"name": "weather"}}], "stream": False}
+@pytest.mark.parametrize("kind", [{}, {"type": ""}, {"type": None}])
+def test_calls_have_ids_and_numbers(http, engine, kind):
+    messages = [{"role": "User", "content": f"SAY:{CALL}{CALL}"}]
+    asked = {"messages": messages, "tools": [{**kind, "function": {"name": "weather"}}], "stream": False}
     said = http.post("/api/chat", json=asked).json()["message"]
     assert [call["function"]["index"] for call in said["tool_calls"]] == [0, 1]
     ids = [call["id"] for call in said["tool_calls"]]
@@ -205,6 +206,12 @@ def test_durations_may_be_numbers_or_go_s(keep_alive, seconds):
 def test_durations_that_are_none(keep_alive):
     with pytest.raises(InvalidRequest, match="keep_alive must be"):
         keep_alive_seconds(keep_alive)
+
+
+@pytest.mark.parametrize("messages", [None, []])
+def test_go_s_client_sends_no_messages_as_null(http, messages):
+    asked = {"model": MODEL, "messages": messages, "options": None, "stream": False}
+    assert http.post("/api/chat", json=asked).json()["done_reason"] == "load"
 
 
 def test_an_empty_request_loads_the_model(llama, engine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.grammar.json_schema import closed
@@ -44,11 +44,15 @@ class _ToolCall(BaseModel):
     function: _Function
 
 
+def _lowered(role: object) -> object:
+    return role.lower() if isinstance(role, str) else role  # as Ollama reads it
+
+
 class OllamaMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(strict=True)
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lowered)]
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
@@ -129,7 +133,7 @@ class OllamaRequest(Fields, ABC):
 class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []  # noqa: RUF012
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     @property
@@ -138,10 +142,11 @@ class OllamaChatRequest(OllamaRequest):
         return not self.messages
 
     def _messages(self) -> list[dict[str, Any]]:
-        return [message.chat_message(f"messages[{index}]") for index, message in enumerate(self.messages)]
+        return [message.chat_message(f"messages[{index}]") for index, message in enumerate(self.messages or ())]
 
     def _tools(self) -> dict[str, Any]:
-        return {"tools": self.tools and [{"type": "function", **tool} for tool in self.tools]}  # clients may leave out the type
+        # Clients leave out the type, or send it empty, as Go's client does.
+        return {"tools": self.tools and [{**tool, "type": "function"} if tool.get("type") in (None, "") else tool for tool in self.tools]}
 
 
 class GenerateRequest(OllamaRequest):
