@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -44,6 +44,15 @@ class _ToolCall(BaseModel):
     function: _Function
 
 
+_Effort = Literal["low", "medium", "high", "max"]
+
+
+def _checked_think(think: object) -> object:
+    if think is None or isinstance(think, bool) or think in get_args(_Effort):
+        return think
+    raise ValueError("think should be true, false, low, medium, high or max")  # a union's own error names its first member
+
+
 def _lowered(role: object) -> object:
     return role.lower() if isinstance(role, str) else role  # as Ollama reads it
 
@@ -81,7 +90,7 @@ class OllamaRequest(Fields, ABC):
     options: dict[str, Any] | None = None
     format: Any = None
     stream: bool | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: Annotated[bool | _Effort | None, BeforeValidator(_checked_think)] = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
