@@ -271,10 +271,13 @@ def test_options_without_effect_are_named(http):
 
 
 @pytest.mark.parametrize(("think", "ignored"), [(True, "think"), ("low", "think"), (False, None), (None, None)])
-def test_a_model_without_reasoning_ignores_think_and_says_so(http, think, ignored):
+def test_a_model_without_reasoning_ignores_think_and_says_so(http, engine, think, ignored):
     for path, body in (("chat", {"messages": HELLO}), ("generate", {"prompt": "x"})):
         response = http.post(f"/api/{path}", json={**body, "think": think, "options": {"num_predict": 1}})
         assert (response.status_code, response.headers.get("x-chairlift-ignored")) == (200, ignored)
+    del engine.tokenizer.template  # a model without one continues raw prompts
+    raw = http.post("/api/generate", json={"prompt": "x", "raw": True, "think": think, "options": {"num_predict": 1}})
+    assert (raw.status_code, raw.headers.get("x-chairlift-ignored")) == (200, ignored)
 
 
 @pytest.mark.parametrize("body", [{"model": MODEL}, {"name": f"{MODEL}:latest", "stream": False}])
