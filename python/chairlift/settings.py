@@ -152,16 +152,17 @@ def parse_size(text: str) -> int:
         raise ValueError(f"not a size: {text!r} (try 4096, 32k or 2G)") from None
 
 
-_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 0.001, "s": 1, "m": 60, "h": 3600}
+_UNIT = "|".join(_SECONDS)
 
 
 def parse_duration(text: str) -> float:
     """Parses `90`, `30s`, `5m`, `1.5h`, `300ms` or, as Go writes it, `1h5m0s` as seconds; a negative one is infinite. Raises ValueError."""
-    match = re.fullmatch(r"\s*(-?)([0-9.]+|(?:[0-9.]+(?:ms|s|m|h))+)\s*", text)
+    match = re.fullmatch(rf"\s*(-?)([0-9.]+|(?:[0-9.]+(?:{_UNIT}))+)\s*", text)
     try:
         if match is None:
             raise ValueError
-        parts = re.findall(r"([0-9.]+)(ms|s|m|h)?", match[2])
+        parts = re.findall(rf"([0-9.]+)({_UNIT})?", match[2])
         seconds = sum(float(number) * _SECONDS[unit or "s"] for number, unit in parts)
     except ValueError:
         raise ValueError(f"not a duration: {text!r:.100} (try 5m, 30s, 0, or -1 for ever)") from None

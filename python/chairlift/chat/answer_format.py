@@ -124,7 +124,7 @@ def _tool_grammar(
     schemas = {tool.name: None if free and not tool.strict else tool.arguments_schema() for tool in tool_spec.tools}
     for name, schema in schemas.items():
         if schema is not None:
-            if schema.get("type", "object") != "object":
+            if schema.get("type") not in (None, "object"):
                 raise InvalidRequest(f'the schema of {name}\'s parameters must have "type": "object"', param="tools")
             text, paths = checked_schema(schema, "tools", f"tools.{name}")
             schemas[name] = json.loads(text)

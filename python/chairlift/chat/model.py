@@ -14,6 +14,7 @@ from chairlift.chat.tools.parser import ToolParser
 from chairlift.chat.tools.prompted import add_tool_prompt
 from chairlift.chat.user_turn import up_to_user
 from chairlift.errors import InvalidRequest
+from chairlift.grammar.source import ReasoningFormat
 
 if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
@@ -65,10 +66,15 @@ class ChatModel:
         inputs = self.template_inputs(asked, variables, tool_spec)
         return inputs._replace(variables=inputs.variables | {"add_generation_prompt": False, "continue_final_message": False})
 
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How the model marks its reasoning; None if it does not reason."""
+        name = self.reasoning_parser
+        return format_for_template(self.tokenizer.template.source) if name == "auto" else REASONING_FORMATS.get(name)
+
     def reasoning_after(self, prompt: Sequence[int], continued: Mapping[str, Any] | None) -> Reasoning | None:
         """Returns how answers to `prompt`, which continue the message `continued`, contain reasoning; None if they do not."""
-        name = self.reasoning_parser
-        form = format_for_template(self.tokenizer.template.source) if name == "auto" else REASONING_FORMATS.get(name)
+        form = self.reasoning_format
         if form is None:
             return None
         return Reasoning.after_prompt(form, self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False), continued)

@@ -33,6 +33,8 @@ _OTHER_PROPERTIES = (
     *("dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
 )
 """Keywords that may require or allow properties which are not among `properties`, beside `required`."""
+_MAY_BE_NULL = frozenset(("const", "default"))
+"""Keywords for which null is a value. Other keywords that are null, as some clients write those without a value, say nothing."""
 _LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
@@ -67,7 +69,9 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     named, required = schema.get("properties"), schema.get("required") or []
     if not isinstance(named, dict) or not isinstance(required, list) or any(schema.get(name) for name in _OTHER_PROPERTIES):
         return schema
-    return {"additionalProperties": False, **schema} if all(name in named for name in required if isinstance(name, str)) else schema
+    if any(name not in named for name in required if isinstance(name, str)):
+        return schema
+    return schema | {"additionalProperties": False} if schema.get("additionalProperties") is None else schema
 
 
 def checked_text(text: str, maximum: int, param: str, where: str) -> str:
@@ -123,6 +127,8 @@ class _Checker:
         return {key: self._value(key, value, path) for key, value in schema.items() if self._is_kept(key, value, path, schema)}
 
     def _is_kept(self, key: str, value: object, path: str, schema: Mapping[str, Any]) -> bool:
+        if value is None and key not in _MAY_BE_NULL:
+            return False
         if key == "pattern" and isinstance(value, str) and _LOOK_AROUND.search(value) and _has_format(schema):
             self._relaxed.append(f"{path}.{key}")  # Zod writes one beside the format of an e-mail address
             return False

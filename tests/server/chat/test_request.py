@@ -73,7 +73,7 @@ WRONG = [
     ({"messages": [HELLO, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[1].tool_calls[0].function"),
     ({"messages": [HELLO, {"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[1].tool_calls[0].custom"),
     ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}, "messages"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
 ]  # fmt: skip
 
 
@@ -178,6 +178,12 @@ def test_a_turn_that_only_calls_has_no_text(content):
         assert turn["content"] == ""
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_a_list_without_parts_is_an_empty_text(role):
+    _, _, (_, turn), _ = checked({"messages": [HELLO, {"role": role, "content": []}]})
+    assert turn["content"] == ""
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "says"),
     [
@@ -189,6 +195,7 @@ def test_a_turn_that_only_calls_has_no_text(content):
             "2049 tokens (7 in the messages, 2042 in the completion). Please reduce the length",
         ),
         ("/v1/completions", {"prompt": "a " * 1500}, "However, you requested 3001 tokens (3000 in the prompt, 1 in the completion)"),
+        ("/v1/completions", {"prompt": [97] * 2048, "echo": True, "max_tokens": 0}, "2049 tokens (2048 in the prompt, 1 to compute it)"),
         ("/v1/responses", {"input": "a " * 1500}, "Your input exceeds the context window of this model. Please adjust your input and try"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from chairlift.errors import InvalidRequest
 from chairlift.grammar.json_schema import MAX_COUNT, MAX_DEPTH, MAX_REGEX
+from chairlift.grammar.source import schemas_by_tool
 from chairlift.sampling import MAX_GRAMMAR, StructuredOutput
 from chairlift.server.schema.fields import CompletionRequest
 from chairlift.server.schema.response_format import MAX_CHOICES
@@ -225,6 +226,39 @@ def test_keywords_that_no_grammar_enforces_are_taken_out_with_a_note(http, engin
             "response_format.properties.mail.pattern",
             "response_format.properties.not.anyOf%5B1%5D.uniqueItems",
         ]
+
+
+NULLS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "enum": None, "items": None, "not": None, "uniqueItems": None},
+        "b": {"const": None, "default": None},
+        "c": {"anyOf": [{"enum": ["x", None], "description": None}, {"type": "integer", "minimum": None}]},
+    },
+    "required": None,
+    "additionalProperties": None,
+    "$defs": None,
+}
+NO_NULLS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"const": None, "default": None},
+        "c": {"anyOf": [{"enum": ["x", None]}, {"type": "integer"}]},
+    },
+}
+
+
+def test_keywords_that_are_null_say_nothing(http, engine):
+    path = "/v1/chat/completions"
+    response = http.post(path, json=BODIES[path] | as_schema(NULLS))
+    assert json.loads(engine.seen[-1].structured_output.text) == NO_NULLS
+    assert "x-chairlift-ignored" not in response.headers
+    for schema, kept in ((NULLS, NO_NULLS | {"additionalProperties": False}), ({"type": None, "properties": None}, {"type": "object"})):
+        tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+        assert http.post(path, json=BODIES[path] | {"tools": [tool], "tool_choice": "required"}).status_code == 200
+        [forced] = schemas_by_tool(engine.seen[-1].structured_output).values()
+        assert forced | {"x-guidance": None} == kept | {"x-guidance": None}
 
 
 def test_notes_and_errors_about_tools_name_the_tool_and_the_field(http, engine):

@@ -179,7 +179,11 @@ class _RenderedPrompt:
 async def prompt_of(request: Request, model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
     """Returns the token ids of a conversation's prompt; raises InvalidRequest, with `must_fit` also for one that exceeds the context."""
     tool_spec = await asyncio.to_thread(body.tool_spec)
-    return (await _render_prompt(request, model, body, tool_spec, must_fit=must_fit)).tokens
+    try:
+        return (await _render_prompt(request, model, body, tool_spec, must_fit=must_fit)).tokens
+    except InvalidRequest as error:
+        error.param = "messages" if error.param == "prompt" else error.param
+        raise
 
 
 async def _render_prompt(

@@ -374,8 +374,10 @@ def test_documents_of_text_are_text(http, engine):
         assert http.post("/v1/messages", json={**ONE, "messages": messages}).status_code == 200
         assert engine.tokenizer.rendered[-1][0][-1]["content"] == "T\none\ntwo\nS\nurl\nthree"
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
-    refused = http.post("/v1/messages", json={**ONE, "messages": [{"role": "user", "content": [pdf]}]})
-    assert (refused.status_code, "images and files are not supported" in refused.json()["error"]["message"]) == (400, True)
+    for block in (pdf, {"type": "compaction", "content": "a"}, {"type": "container_upload", "file_id": "a"}):
+        refused = http.post("/v1/messages", json={**ONE, "messages": [{"role": "user", "content": [block]}]})
+        assert refused.status_code == 400
+        assert "images, files and other blocks are not supported" in refused.json()["error"]["message"]
 
 
 def test_the_model_is_told_what_of_a_tools_result_it_cannot_read(http, engine):

@@ -94,9 +94,10 @@ def test_tools_are_called(llama, engine):
     assert "rain" in result["content"]
 
 
-def test_calls_have_ids_and_numbers(http, engine):
-    messages = [{"role": "user", "content": f"SAY:{CALL}{CALL}"}]
-    asked = {"messages": messages, "tools": [{"function": {"name": "weather"}}], "stream": False}
+@pytest.mark.parametrize("kind", [{}, {"type": ""}, {"type": None}])
+def test_calls_have_ids_and_numbers(http, engine, kind):
+    messages = [{"role": "User", "content": f"SAY:{CALL}{CALL}"}]
+    asked = {"messages": messages, "tools": [{**kind, "function": {"name": "weather"}}], "stream": False}
     said = http.post("/api/chat", json=asked).json()["message"]
     assert [call["function"]["index"] for call in said["tool_calls"]] == [0, 1]
     ids = [call["id"] for call in said["tool_calls"]]
@@ -107,10 +108,12 @@ def test_calls_have_ids_and_numbers(http, engine):
     assert [call["id"] for call in called["tool_calls"]] == [turn["tool_call_id"] for turn in answered] == ids
 
 
-def test_thinking_has_its_own_field(llama, engine):
+def test_thinking_has_its_own_field(llama, http, engine):
     engine.tokenizer.template = ChatTemplate({"default": "{{ messages }}</think>"}, {})
     engine.tokenizer.template_source = engine.tokenizer.template.default
     messages = [{"role": "user", "content": "SAY:<think>Two.</think>Four"}]
+    asked = {"messages": messages, "think": True, "stream": False}
+    assert "x-chairlift-ignored" not in http.post("/api/chat", json=asked).headers
     whole = llama.chat(MODEL, messages, think=True)
     assert (whole.message.thinking, whole.message.content) == ("Two.", "Four")
     assert engine.tokenizer.rendered[-1][1]["enable_thinking"] is True
@@ -188,6 +191,10 @@ def test_a_raw_prompt_has_no_template(llama, engine):
             ("1h30m", 5400),
             ("1h0m0.5s", 3600.5),
             ("300ms", 0.3),
+            ("1us", 1e-6),
+            ("1µs", 1e-6),
+            ("1μs", 1e-6),
+            ("1s5ns", 1 + 5e-9),
             ("90", 90),
             (90, 90),
             (1.5, 1.5),
@@ -208,6 +215,12 @@ def test_durations_that_are_none(keep_alive):
         keep_alive_seconds(keep_alive)
 
 
+@pytest.mark.parametrize("messages", [None, []])
+def test_go_s_client_sends_no_messages_as_null(http, messages):
+    asked = {"model": MODEL, "messages": messages, "options": None, "stream": False}
+    assert http.post("/api/chat", json=asked).json()["done_reason"] == "load"
+
+
 def test_an_empty_request_loads_the_model(llama, engine):
     assert llama.generate(MODEL).done_reason == "load"
     assert llama.generate(MODEL, keep_alive=0).done_reason == "load"  # the only model stays loaded
@@ -224,7 +237,8 @@ def test_an_empty_request_loads_the_model(llama, engine):
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images are not supported"),
         ("chat", {"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": HELLO, "format": "xml"}, "format must be a JSON schema"),
-        ("chat", {"messages": HELLO, "think": "hard"}, "think"),
+        ("chat", {"messages": HELLO, "think": "hard"}, "think is invalid: it should be true, false, low, medium, high or max, got 'hard'"),
+        ("chat", {"messages": HELLO, "think": 1}, "think is invalid"),
         ("generate", {"prompt": "x", "raw": True, "system": "y"}, "leave out system, or raw"),
         ("generate", {"prompt": "a " * 1500, "raw": True}, "prompt too long"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "images is not supported"),
@@ -255,6 +269,16 @@ def test_a_stream_that_fails_ends_with_an_error(llama):
 def test_options_without_effect_are_named(http):
     response = http.post("/api/generate", json={"prompt": "x", "options": {"repeat_last_n": 7, "num_gpu": 1, "num_predict": 1}, "odd": 1})
     assert response.headers["x-chairlift-ignored"] == "odd, options.repeat_last_n"
+
+
+@pytest.mark.parametrize(("think", "ignored"), [(True, "think"), ("low", "think"), (False, None), (None, None)])
+def test_a_model_without_reasoning_ignores_think_and_says_so(http, engine, think, ignored):
+    for path, body in (("chat", {"messages": HELLO}), ("generate", {"prompt": "x"})):
+        response = http.post(f"/api/{path}", json={**body, "think": think, "options": {"num_predict": 1}})
+        assert (response.status_code, response.headers.get("x-chairlift-ignored")) == (200, ignored)
+    del engine.tokenizer.template  # a model without one continues raw prompts
+    raw = http.post("/api/generate", json={"prompt": "x", "raw": True, "think": think, "options": {"num_predict": 1}})
+    assert (raw.status_code, raw.headers.get("x-chairlift-ignored")) == (200, ignored)
 
 
 @pytest.mark.parametrize("body", [{"model": MODEL}, {"name": f"{MODEL}:latest", "stream": False}])

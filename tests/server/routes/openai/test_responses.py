@@ -162,6 +162,20 @@ def test_tools_of_a_namespace_are_tools(http, engine, says):
     assert [(item["type"], item["namespace"], item["name"]) for item in items] == [one for one in named for _ in range(2)]
 
 
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": {}}, {"arguments": []}])
+@pytest.mark.parametrize("nothing", [None, [], ""])
+def test_what_is_empty_in_a_conversation_is_sent_in_many_ways(http, engine, arguments, nothing):
+    items = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": nothing},
+        {"type": "function_call", "call_id": "call_1", "name": "hot", **arguments},
+        {"type": "function_call_output", "call_id": "call_1", "output": nothing},
+    ]
+    assert http.post("/v1/responses", json={"input": items, "max_output_tokens": 1}).status_code == 200
+    _, said, result = engine.tokenizer.rendered[-1][0]
+    assert (said["content"], said["tool_calls"][0]["function"]["arguments"], result["content"]) == ("", {}, "")
+
+
 @pytest.mark.parametrize(
     ("choice", "status"),
     [
@@ -245,6 +259,8 @@ def test_a_failure_in_mid_stream_is_told_as_one(http, client):
         ({"input": 5}, "input"),
         ({"input": ["a"]}, "input"),
         ({"input": [{"role": "king", "content": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": None}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "hot", "arguments": [1]}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": "a " * 3000}, "input"),

@@ -300,7 +300,9 @@ def _block(block: object, where: str) -> str:
             return _titled(about, _text(content, where))
         case {"type": "tool_reference", "tool_name": str(name)}:  # the client found a tool that the request has
             return name
-    message = f'{where} must be {{"type": "text", "text": "..."}} here: images and files are not supported, got {brief(block)}'
+    message = (
+        f'{where} must be {{"type": "text", "text": "..."}} here: images, files and other blocks are not supported, got {brief(block)}'
+    )
     raise InvalidRequest(message, param=where.partition("[")[0])
 
 

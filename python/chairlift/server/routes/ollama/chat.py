@@ -45,6 +45,8 @@ async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: l
     if empty:  # clients load a model in this way
         return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": "load"})
     converted, without_effect = await beside(request, body.chat)
+    if body.think and (body.raw_prompt is not None or model.chat_model.reasoning_format is None):
+        without_effect.append("think")
     with renamed_fields(FIELD_NAMES):
         completion, _ = await ChatCompletion.begin_within_context(
             request, converted, [*ignored, *without_effect], kind="chat", prefix="ollama-", raw_prompt=body.raw_prompt

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.grammar.json_schema import closed
@@ -44,11 +44,24 @@ class _ToolCall(BaseModel):
     function: _Function
 
 
+_Effort = Literal["low", "medium", "high", "max"]
+
+
+def _checked_think(think: object) -> object:
+    if think is None or isinstance(think, bool) or think in get_args(_Effort):
+        return think
+    raise ValueError("think should be true, false, low, medium, high or max")  # a union's own error names its first member
+
+
+def _lowered(role: object) -> object:
+    return role.lower() if isinstance(role, str) else role  # as Ollama reads it
+
+
 class OllamaMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(strict=True)
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lowered)]
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
@@ -77,7 +90,7 @@ class OllamaRequest(Fields, ABC):
     options: dict[str, Any] | None = None
     format: Any = None
     stream: bool | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: Annotated[bool | _Effort | None, BeforeValidator(_checked_think)] = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -129,7 +142,7 @@ class OllamaRequest(Fields, ABC):
 class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []  # noqa: RUF012
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     @property
@@ -138,10 +151,11 @@ class OllamaChatRequest(OllamaRequest):
         return not self.messages
 
     def _messages(self) -> list[dict[str, Any]]:
-        return [message.chat_message(f"messages[{index}]") for index, message in enumerate(self.messages)]
+        return [message.chat_message(f"messages[{index}]") for index, message in enumerate(self.messages or ())]
 
     def _tools(self) -> dict[str, Any]:
-        return {"tools": self.tools and [{"type": "function", **tool} for tool in self.tools]}  # clients may leave out the type
+        # Clients leave out the type, or send it empty, as Go's client does.
+        return {"tools": self.tools and [{**tool, "type": "function"} if tool.get("type") in (None, "") else tool for tool in self.tools]}
 
 
 class GenerateRequest(OllamaRequest):

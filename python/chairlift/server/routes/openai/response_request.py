@@ -201,14 +201,14 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
 def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> None:
     """Appends an input item to the conversation; raises InvalidRequest that names it as `where`."""
     match item:
-        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str() | None as arguments, **more}:
-            function = {"name": full_name(more.get("namespace"), name), "arguments": arguments}
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), **more} if _are_arguments(more.get("arguments")):
+            function = {"name": full_name(more.get("namespace"), name), "arguments": more.get("arguments")}
             _append_call(messages, {"id": call_id, "type": "function", "function": function})
         case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name), "input": str(text), **more}:
             custom = {"name": full_name(more.get("namespace"), name), "input": text}
             _append_call(messages, {"id": call_id, "type": "custom", "custom": custom})
-        case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), "output": output}:
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": _result(output, f"{where}.output")})
+        case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), **more}:
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _result(more.get("output"), f"{where}.output")})
         case {"type": str(kind)} if kind in _OF_SERVERS:
             pass
         case {"type": "item_reference"}:
@@ -217,10 +217,11 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
         case {"type": "reasoning", **parts}:
             # The reasoning belongs to the message or the calls that follow it.
             messages.append({"role": "assistant", "reasoning_content": _reasoning(parts, where)})
-        case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content, **rest} if _is_message(rest):
+        case {"role": "user" | "assistant" | "system" | "developer" as role, **rest} if _is_message(rest):
             if role != "assistant" or not messages or messages[-1].keys() != {"role", "reasoning_content"}:
                 messages.append({"role": role})
-            messages[-1]["content"] = _text(content, f"{where}.content")
+            content = rest.get("content")
+            messages[-1]["content"] = "" if content is None and role == "assistant" else _text(content, f"{where}.content")
         case _:
             message = f"{where} must be a message, a call of a function or custom tool, its output, or a reasoning item, got {brief(item)}"
             raise InvalidRequest(message, param="input")
@@ -232,6 +233,11 @@ def _append_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
         messages.append({"role": "assistant"})
     messages[-1].setdefault("content", None)
     messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _are_arguments(value: object) -> bool:
+    """Whether a call may have these arguments: JSON text, an object, or nothing, which PHP writes as an empty list."""
+    return value is None or isinstance(value, str | dict) or value == []
 
 
 def _is_message(item: Mapping[Any, object]) -> bool:
@@ -258,6 +264,8 @@ def _text(content: object, where: str) -> str:
 
 def _result(output: object, where: str) -> str:
     """Returns a tool's output as text, with notes on what the model cannot read."""
+    if output is None:
+        return ""
     if not isinstance(output, list):
         return _text(output, where)
     texts = []

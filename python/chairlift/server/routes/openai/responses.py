@@ -52,7 +52,9 @@ async def input_tokens(request: Request) -> Response:
     service = service_of(request)
     service.check_admission()
     body, ignored = await read_fields(request, ResponsesRequest, queued=False)
-    tokens = await prompt_of(request, await service.use(request, body.model), await beside(request, body.chat), must_fit=False)
+    model, chat = await service.use(request, body.model), await beside(request, body.chat)
+    with renamed_fields(FIELD_NAMES):
+        tokens = await prompt_of(request, model, chat, must_fit=False)
     return Json({"object": "response.input_tokens", "input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 
