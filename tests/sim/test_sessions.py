@@ -15,6 +15,7 @@ from chairlift.errors import InvalidSetting, InvalidTrace
 from chairlift.sim.devices import Profile
 from chairlift.sim.sessions import SessionsResult, simulate_sessions
 from chairlift.sim.steps import StepTime
+from chairlift.sim.workload import Workload
 
 BLOCK = 64
 # A step takes 10 ms, and a prompt token 0.1 ms.
@@ -249,3 +250,16 @@ def test_the_command_takes_a_trace_beside_sessions(tmp_path: Path, capsys: pytes
 def test_no_sessions_are_refused() -> None:
     with pytest.raises(InvalidTrace, match="there is no session"):
         run([], users=1)
+
+
+def test_the_weights_of_a_recorded_trace_hold_beside_sessions() -> None:
+    others = [TraceRequest(0.01 * at, 100, 10, client="ab"[at % 2]) for at in range(4000)]
+    weighted = Workload.of(others, {"a": 8})
+    settings = {"users": 1, "max_num_seqs": 1, "scheduling_policy": "fair", "session_turns": "off"}
+    recorded = run([session(20)], beside=weighted, **settings).result.requests
+    assert recorded.tobytes() == run([session(20)], beside=others, tenant_weights={"a": 8}, **settings).result.requests.tobytes()
+    assert recorded.tobytes() != run([session(20)], beside=others, **settings).result.requests.tobytes()
+    sessions = [replace(session(60, 64, think=0.0), tier=tier, tenant=tier) for tier in ("priority", "flex")]
+    settings |= {"users": 8}
+    equal = run(sessions, tier_weights={"priority": 1, "flex": 1}, **settings).result.requests
+    assert equal.tobytes() == run([replace(one, tier="default") for one in sessions], **settings).result.requests.tobytes()

@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import replace
 
+from chairlift.bench.client import Target
 from chairlift.bench.figures import Figures
 from chairlift.bench.measure import measure_sessions
 from chairlift.bench.session_report import GROUPS, block, grouped, others_block, session_figures
@@ -49,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
     bench_load.check(args)
     target, longest = bench_load.connect(args)
     sessions = read_sessions(args.sessions, longest)
-    if "x-tenant-id" in target.headers and any(session.tenant for session in sessions):
-        raise InvalidSetting(f"--header X-Tenant-Id: the sessions of {args.sessions} name their tenants; leave it out")
     users = args.users or USERS
     think = THINK_TIME if args.max_think_time is None else args.max_think_time
     arrivals = f"{users} users in a closed loop, gaps of at most {think:g} s"
     requests = f"sessions of {args.sessions}"
+    _check_tenants(target, any(session.tenant for session in sessions))
     beside, description = _beside(args, longest)
+    _check_tenants(target, any(job.tenant for job in beside))
     count = f"{len(sessions)} session{'s' * (len(sessions) > 1)}"
     print(f"{count} for {users} users to {target.model} at {target.url}{target.endpoint}: gaps of at most {think:g} s")
     if beside:
@@ -68,12 +69,13 @@ def run(args: argparse.Namespace) -> int:
     result, replays = measured.run, measured.replays
     result.settings = bench_load.settings(args, target, arrivals, result.cpu_share) | {"requests": requests}
     figures = bench_load.print_figures(args, result.records)
-    print(block(replays, figures.duration))
+    span = max((replay.ended for replay in replays), default=0.0)
+    print(block(replays, span))
     fields = {
         "users": users,
         "max_think_time": think,
-        **session_figures(replays, figures.duration),
-        **{f"{group}s": grouped(replays, group, figures.duration) for group in GROUPS},
+        **session_figures(replays, span),
+        **{f"{group}s": grouped(replays, group, span) for group in GROUPS},
         "replays": [replay.to_json() for replay in replays],
     }
     if beside:
@@ -83,12 +85,18 @@ def run(args: argparse.Namespace) -> int:
     return bench_load.finish(args, target, result, figures, f"sessions-{users}users", fields)
 
 
+def _check_tenants(target: Target, named: bool) -> None:
+    if named and "x-tenant-id" in target.headers:
+        raise InvalidSetting("--header X-Tenant-Id: the sessions, or the trace beside them, name their tenants; leave it out")
+
+
 def _beside(args: argparse.Namespace, longest: int | None) -> tuple[list[Job], str]:
     """The requests without a session that the flags ask for, and a description of their arrivals.
 
     A trace's clients are tenants, as in `chairlift simulate`. Raises InvalidSetting for a client whose name no tenant may have.
     """
-    if not any((args.dataset_path, args.dataset_name, args.num_prompts, args.request_rate, args.max_concurrency, args.ramp_up_strategy)):
+    rates = args.request_rate, args.max_concurrency, args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps
+    if not any((args.dataset_path, args.dataset_name, args.num_prompts, args.self_timed, args.speedup != 1, *rates)):
         return [], ""
     count, rate = args.num_prompts, args.request_rate
     if count is None and not args.dataset_path and args.duration and rate and math.isfinite(rate):

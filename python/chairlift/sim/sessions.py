@@ -170,6 +170,7 @@ def simulate_sessions(
         raise InvalidTrace("there is no session to simulate")
     return run_sessions(
         *(sessions, users, numbers, steps, config.tenant_weights or {}),
+        tier_weights=config.tier_weights,
         longest_think=longest_think,
         duration=duration,
         seed=seed,
@@ -187,6 +188,7 @@ def run_sessions(
     steps: StepTime,
     weights: Mapping[str, int],
     *,
+    tier_weights: Mapping[str, int] | None = None,
     longest_think: float,
     duration: float,
     seed: int = 0,
@@ -198,13 +200,15 @@ def run_sessions(
     """Simulates users of sessions with the scheduler's settings `numbers`; see `simulate_sessions`."""
     if users < 1:
         raise InvalidSetting(f"--users must be at least 1, got {users}")
-    tenants = sorted({session.tenant for session in sessions} | {name for name, _ in (beside.tenants if beside else ())})
+    weights = {**dict(beside.tenants if beside else ()), **weights}
+    of_tiers = {**TIER_WEIGHTS, **(tier_weights or {})}
+    tenants = sorted({session.tenant for session in sessions}.union(weights if beside else ()))
     start = time.perf_counter()
     try:
         report = _core.simulate_sessions(
-            *_arrays(sessions, tenants, weights),
+            *_arrays(sessions, tenants, weights, of_tiers),
             sessions[0].block,
-            [(tenant, weights.get(tenant, 1) * TIER_WEIGHTS["default"]) for tenant in tenants],
+            [(tenant, weights.get(tenant, 1) * of_tiers["default"]) for tenant in tenants],
             (users, round(longest_think * 1e6), round(duration * WARM_UP * 1e6), round(duration * 1e6), seed),
             numbers,
             steps.numbers,
@@ -226,7 +230,7 @@ def _beside(workload: Workload, tenants: Sequence[str]) -> tuple[NDArray[np.int6
 
 
 def _arrays(
-    sessions: Sequence[RecordedSession], tenants: Sequence[str], weights: Mapping[str, int]
+    sessions: Sequence[RecordedSession], tenants: Sequence[str], weights: Mapping[str, int], of_tiers: Mapping[str, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The sessions, their blocks' parents and their requests as rows of numbers for the core."""
     heads = [
@@ -238,7 +242,7 @@ def _arrays(
             one.group,
             tenants.index(one.tenant),
             TIERS.index(one.tier),
-            weights.get(one.tenant, 1) * TIER_WEIGHTS[one.tier],
+            weights.get(one.tenant, 1) * of_tiers[one.tier],
         )
         for one in sessions
     ]
