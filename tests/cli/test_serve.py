@@ -63,3 +63,12 @@ def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, 
             written = capsys.readouterr().err
             assert written.startswith(f"chairlift: {message}"), written
             assert (status in (1, 2), written.count("\n"), started) == (True, 1, []), arguments
+
+
+def test_what_is_not_there_is_named_with_its_place_in_the_file_of_models(tmp_path, capsys):
+    (file := tmp_path / "models.toml").write_text('[a]\npath = "org/a"\nchat-template = "/none"\n[b]\npath = "/none"\npreload = true\n')
+    assert main(["serve", "--port", "0", "--models", str(file)]) == 2
+    assert f"--models {file}, line 3: [a] chat-template: --chat-template: /none" in capsys.readouterr().err
+    file.write_text(file.read_text().replace('chat-template = "/none"\n', ""))
+    assert main(["serve", "--port", "0", "--models", str(file)]) == 2
+    assert f"--models {file}, line 4: [b] path: there is no model '/none' here" in capsys.readouterr().err

@@ -69,6 +69,7 @@ def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
         ("true", '"yes"', "line 13: [org/small] preload: expected true or false, got 'yes'"),
         ('path = "org/chat"', "", 'line 2: [chat]: it needs path = "..."'),
         ('"default"', '"org/small"', "line 11: two models have the name 'org/small'"),
+        ('path = "org/chat"', 'path = ""', "line 3: [chat] path: expected a directory"),
         ("[chat]\n", "[chat\n", "it is not TOML: Expected ']'"),
         ("[chat]\n", "top = 1\n[chat]\n", "line 2: top is outside a table"),
         (

@@ -10,7 +10,8 @@ import os
 import socket
 import sys
 import threading
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from chairlift.cli import flags
 from chairlift.cli.access import Access
 from chairlift.config import DEFAULT_MODEL, EngineConfig
-from chairlift.errors import InvalidSetting
+from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ def add_parser(commands: Any, summary: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal."""
-    from chairlift.checkpoint.locate import check_name
     from chairlift.server.http.sockets import open_path
 
     server = args.server
@@ -84,10 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
         check_installed()
     if server.ray_address is None:  # otherwise the engines' machines have the files
-        if len(specs) == 1:  # one of several is looked for when it is loaded
-            check_name(specs[0].config.model, specs[0].config.revision)
         for spec in specs:
-            _check(spec.config)
+            with _located(spec, server.models):
+                _check(spec.config, looks=len(specs) == 1 or spec.preload)  # others are looked for when they are loaded
     shadow = _shadow_command(specs, server)
     with ExitStack() as sockets:
         listener = sockets.enter_context(access.listen(server, "this server"))
@@ -116,11 +115,27 @@ def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
     return specs
 
 
-def _check(config: EngineConfig) -> None:
-    """Raises InvalidSetting or UnsupportedModel for what a model's settings name and is not here, before anything is started."""
+@contextmanager
+def _located(spec: ModelSpec, file: str | None) -> Iterator[None]:
+    """Raises errors of a model in the file of `--models` with the place of its table."""
+    from chairlift.server.model_specs import place_of
+
+    try:
+        yield
+    except ChairliftError as error:
+        if file is None:
+            raise
+        raise InvalidSetting(f"{place_of(spec.name, str(error), file)}: {error}") from None
+
+
+def _check(config: EngineConfig, *, looks: bool) -> None:
+    """Raises ChairliftError for what a model's settings name and is not here, before anything is started. `looks` for the model too."""
+    from chairlift.checkpoint.locate import check_name
     from chairlift.engine.file_checks import check_files
     from chairlift.runner.cuda import check_device
 
+    if looks:
+        check_name(config.model, config.revision)
     check_device(config.device, config.runner, config.tensor_parallel_size)
     check_files(config)
     if config.chat_template is not None:

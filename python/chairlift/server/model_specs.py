@@ -105,9 +105,19 @@ def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[M
                 raise ValueError('it needs path = "..."')
             specs.append(_table_spec(name, settings, config, server))
         except ValueError as error:
-            key = _named_in(str(error), table)
-            raise InvalidSetting(f"{flag}{line_of(text, name, key)}: [{name:.100}]{f' {key}' if key else ''}: {error}") from None
+            raise InvalidSetting(f"{_place(flag, text, name, _named_in(str(error), table))}: {error}") from None
     return _checked(specs, server, flag, text)
+
+
+def place_of(name: str, message: str, file: str) -> str:
+    """Where the file of `--models` has what `message` says of a model: at the key that it names, else at its path."""
+    flag = f"--models {file}"
+    tables, text = read_toml(flag, file)
+    return _place(flag, text, name, _named_in(message, tables[name]) or "path")
+
+
+def _place(flag: str, text: str, name: str, key: str | None) -> str:
+    return f"{flag}{line_of(text, name, key)}: [{name:.100}]{f' {key}' if key else ''}"
 
 
 def _named_in(message: str, table: Mapping[str, Any]) -> str | None:

@@ -36,12 +36,12 @@ def line_of(text: str, name: str, key: str | None = None) -> str:
     """
     table, owner = "", ""
     for number, line in enumerate(text.splitlines(), 1):
-        left, _, right = (part.strip(" \t\"'") for part in line.partition("="))
+        left, equals, _ = (part.strip(" \t\"'") for part in line.partition("="))
         if header := re.match(r"\s*\[([^]]*)\]", line):
             table = re.sub(r"[\"']", "", header[1]).strip()
             found = table == (name if key is None else f"{name}.{key}")
         else:
-            found = bool(right) and (table, left) == (("", name) if key is None else (name, key))
+            found = bool(equals) and (table, left) == (("", name) if key is None else (name, key))
         if found:
             return f", line {number}"
         if not owner and (table == name or (table, left) == ("", name)):
