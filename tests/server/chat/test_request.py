@@ -195,7 +195,6 @@ def test_a_list_without_parts_is_an_empty_text(role):
             "2049 tokens (7 in the messages, 2042 in the completion). Please reduce the length",
         ),
         ("/v1/completions", {"prompt": "a " * 1500}, "However, you requested 3001 tokens (3000 in the prompt, 1 in the completion)"),
-        ("/v1/completions", {"prompt": [97] * 2048, "echo": True, "max_tokens": 0}, "2049 tokens (2048 in the prompt, 1 to compute it)"),
         ("/v1/responses", {"input": "a " * 1500}, "Your input exceeds the context window of this model. Please adjust your input and try"),
     ],
 )

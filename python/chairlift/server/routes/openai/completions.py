@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.errors import ContextExceeded
 from chairlift.outputs import RequestOutput, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.server.generation import Generation
@@ -36,14 +35,7 @@ async def completions(request: Request) -> Response:
     limit = model.engine.info.max_model_len
     prompts = [body.truncate(await _tokens(request, model, prompt, body), limit) for prompt in raw_prompts]
     check_prompt_logprobs(prompts, params)
-    try:
-        generation = Generation(
-            request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS
-        )
-    except ContextExceeded as error:
-        if body.prompt_only:
-            error.args = (str(error).replace("in the completion", "to compute it"),)
-        raise
+    generation = Generation(request, body, prompts, params, kind="text_completion", prefix="cmpl-", default_max_tokens=DEFAULT_MAX_TOKENS)
     choices = Choices(model, generation, body, params, raw_prompts, prompts)
     headers = ignored_header([*ignored, *body.relaxed])
     if body.stream:
