@@ -94,9 +94,9 @@ class Message(BaseModel):
                 return text
             case None | [] if self.role == "assistant":
                 return self.refusal or ""  # it called tools or refused
-            case None if self.role in ("tool", "function"):
+            case None | [] if self.role in ("tool", "function"):
                 return ""  # the tool returned nothing
-            case list(parts):
+            case list(parts) if parts:
                 return "\n".join(self._part(part, f"{where}[{i}]") for i, part in enumerate(parts))
         raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(self.content)}", param="messages")
 
