@@ -269,8 +269,8 @@ def test_the_router_is_told_of_a_restart_though_nothing_runs(clock, tmp_path, en
     def changes():
         """The number of names that were cached and dropped since the last call."""
         steps = [engine.step() for _ in range(8) if clock.pass_by(1.0)]
-        told = [outputs for outputs in steps if outputs is not None]
-        return [sum(len(getattr(outputs, name)) for outputs in told) // 8 for name in ("cached", "dropped")]
+        seen = [outputs for outputs in steps if outputs is not None]
+        return [sum(len(getattr(outputs, name)) for outputs in seen) // 8 for name in ("cached", "dropped")]
 
     add(engine, 1, 200)
     assert changes() == [12, 0]

@@ -131,22 +131,28 @@ def test_an_answer_that_is_no_http_takes_no_upstream_out():
     asyncio.run(main())
 
 
-def test_headers_without_end_are_not_read_to_their_end():
-    sent = 0
+class Endless:
+    """Answers with a part again and again, and counts the bytes."""
 
-    async def answer(request):
-        nonlocal sent
-        await request.send_raw(OK)
+    def __init__(self, head, part):
+        self.head, self.part, self.sent = head, part, 0
+
+    async def __call__(self, request):
+        await request.send_raw(self.head)
         while True:
-            await request.send_raw(b"x: " + b"a" * 4000 + b"\r\n")
-            sent += 4000
+            await request.send_raw(self.part)
+            self.sent += len(self.part)
+
+
+def test_headers_without_end_are_not_read_to_their_end():
+    answer = Endless(OK, b"x: " + b"a" * 4000 + b"\r\n")
 
     async def main():
         async with behind(answer) as (_, base, client):
             assert (await client.post(base + PATH, json=CHAT)).status_code == 502
 
     asyncio.run(main())
-    assert sent < 10 << 20
+    assert answer.sent < 10 << 20
 
 
 async def stall(request):
@@ -195,25 +201,18 @@ def test_a_gate_that_is_ended_cancels_the_requests_at_the_upstream(monkeypatch):
 
 
 def test_a_client_that_does_not_read_stops_the_upstream():
-    sent = 0
-
-    async def answer(request):
-        nonlocal sent
-        await request.send_raw(STREAM)
-        while True:
-            await request.send_raw(EVENT * 10_000)
-            sent += 10_000 * len(EVENT)
+    answer = Endless(STREAM, EVENT * 10_000)
 
     async def main():
         async with behind(answer) as (_, base, client), client.stream("POST", base + PATH, json=CHAT | {"stream": True}):
-            await until(lambda: sent)
+            await until(lambda: answer.sent)
             before = 0
-            while before < sent:  # what the system and the gate take
-                before = sent
+            while before < answer.sent:  # what the system and the gate take
+                before = answer.sent
                 await asyncio.sleep(0.1)
 
     asyncio.run(main())
-    assert sent < 32 << 20
+    assert answer.sent < 32 << 20
 
 
 def test_a_gate_behind_itself_answers_and_a_gate_behind_another_passes():

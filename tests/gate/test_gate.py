@@ -323,17 +323,17 @@ def test_keys_stay_where_they_belong_and_a_gate_may_stand_before_another(upstrea
 
 
 def test_prompts_wait_for_room_in_the_upstreams_kv(upstream, monkeypatch):
-    told = threading.Semaphore(0)
+    frames = threading.Semaphore(0)
     tell = AsyncEngine.tell
 
     def note(engine, frame):
         tell(engine, frame)
-        told.release()
+        frames.release()
 
     monkeypatch.setattr(AsyncEngine, "tell", note)
 
     def test(address):
-        assert told.acquire(timeout=20)  # the engine knows of the KV, for 8192 tokens
+        assert frames.acquire(timeout=20)  # the engine knows of the KV, for 8192 tokens
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             fill(address, pool)
 

@@ -187,20 +187,20 @@ def test_sessions_of_a_file_belong_to_tenants(tmp_path: Path, capsys: pytest.Cap
     assert {"alice", "bob", "(none)"} <= {text.split(" ")[0] for text in shown.splitlines()}
     assert {"default", "flex"} <= {text.split(" ")[0] for text in shown.splitlines()}
     assert main.main([*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (set(told["tenants"]), set(told["tiers"])) == ({"alice", "bob", ""}, {"flex", "default"})
-    replays = {(one["session"], one["tenant"], one["tier"]) for one in told["replays"]}
+    report = json.loads(capsys.readouterr().out)
+    assert (set(report["tenants"]), set(report["tiers"])) == ({"alice", "bob", ""}, {"flex", "default"})
+    replays = {(one["session"], one["tenant"], one["tier"]) for one in report["replays"]}
     assert replays == {(0, "alice", "flex"), (1, "bob", "default"), (2, "", "default")}
-    for one in told["replays"]:
+    for one in report["replays"]:
         assert one["seconds"] == pytest.approx(one["ended"] - one["began"])
         assert one["slowdown"] is None, "they take less than a minute"
 
 
 def test_replays_have_the_slowdowns_of_the_figures() -> None:
     result = run([session(20, think=5.0)], users=2)
-    told = [one["slowdown"] for one in result.replays() if one["slowdown"] is not None]
-    assert told == result.slowdowns.tolist()
-    assert max(told) == result.figures()["slowdown_worst"]
+    report = [one["slowdown"] for one in result.replays() if one["slowdown"] is not None]
+    assert report == result.slowdowns.tolist()
+    assert max(report) == result.figures()["slowdown_worst"]
     assert sum(one["requests"] or 0 for one in result.grouped("tenant").values()) == len(result.requests)
 
 

@@ -121,7 +121,7 @@ def measure_sessions(
 
 def _measure_alone(target: Target, session: RecordedSession, seed: int) -> Alone | None:
     """The times of requests that are alone on the server, by a replay of a session without its gaps; None if a request failed."""
-    load = SessionLoad(target, [session], 0.0, seed, name="alone", tells_end=True)
+    load = SessionLoad(target, [session], 0.0, seed, is_alone=True)
     [replay], _ = asyncio.run(load.run(1))
     if load.interrupted:
         raise KeyboardInterrupt

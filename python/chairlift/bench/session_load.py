@@ -83,17 +83,18 @@ class SessionLoad:
         seed: int = 0,
         on_end: Callable[[bool], None] | None = None,
         alone: Alone | None = None,
-        name: str = "bench",
-        tells_end: bool = False,
+        *,
+        is_alone: bool = False,
     ) -> None:
         """`longest_think` are the most seconds between an answer and the next request. `on_end` is called at each request's end.
 
-        `alone` has the times of requests that are alone on the server, for `SessionRecord.alone`. Sessions are named, and have words, by
-        `name` and the seed. With `tells_end` their last requests say that they are the last.
+        `alone` has the times of requests that are alone on the server, for `SessionRecord.alone`. A run that measures them `is_alone`: its
+        sessions have other names and words, and their last requests say that they are the last.
         """
         self._target, self._sessions = target, sessions
         self._longest_think, self._seed, self._on_end = longest_think, seed, on_end
-        self._alone, self._name, self.tells_end = alone, name, tells_end
+        self._alone, self.is_alone = alone, is_alone
+        self._name = "alone" if is_alone else "bench"
         self._fresh = cache(lambda number: sessions[number].fresh_tokens())
         self._replays: list[SessionRecord] = []
         self._started = self._cpu = 0.0
@@ -195,7 +196,7 @@ class _Replay:
                 pieces, session = tuple(self._pieces(turn, f"{number} {index}")), self._session
                 job = Job(turn.prompt_tokens, turn.output_tokens, pieces, tenant=session.tenant, tier=session.tier)
                 headers = self._headers(number)
-                if load.tells_end and number == 0 and index + 1 == len(session.threads[0]):
+                if load.is_alone and number == 0 and index + 1 == len(session.threads[0]):
                     headers["x-dynamo-session-final"] = "true"
                 await load.send(http, self._target.request(http, job, headers), record)
                 if not record.ok:

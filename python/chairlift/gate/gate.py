@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import aiohttp
-from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -27,6 +25,7 @@ from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import CLOSES_SESSION, GENERATES, is_of_clients, plain
 from chairlift.gate.prompt import Prompt, read_prompt
 from chairlift.gate.upstream import (
+    FAILURES,
     RawHeaders,
     Upstream,
     UpstreamFailed,
@@ -196,13 +195,13 @@ class Gate:
                         if held is not None and before_first_token and answer.ttft is not None:
                             held.on_first_token()
                         await raw_send({"type": "http.response.body", "body": data, "more_body": True})
-                except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
+                except FAILURES as error:
                     if not streamed:
                         raise
                     envelope = for_route(_refusal(failure(upstream.url, error)), scope).envelope
                     await raw_send({"type": "http.response.body", "body": event(envelope), "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
+        except FAILURES as error:
             if not begun:
                 raise failure(upstream.url, error) from None
             # The connection is closed in the middle of the answer, as the upstream's was.

@@ -41,6 +41,9 @@ _HOP_BY_HOP = frozenset(
 )
 """Headers that belong to one connection (RFC 9110, section 7.6.1), those that the client library sets, and `expect`: the body is here."""
 
+FAILURES = (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError)
+"""What aiohttp raises for a request that failed on the way: see `failure`."""
+
 RawHeaders = list[tuple[bytes, bytes]]
 
 
@@ -144,7 +147,7 @@ class Upstream:
                 while len(data) < LONGEST_PAGE and (more := await response.content.read(LONGEST_PAGE - len(data))):
                     data += more  # one read gives no more than has come
                 return response.status, data.decode("utf-8", "replace")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except FAILURES as error:
             raise UpstreamFailed(f"{self.url} cannot be reached ({_reason(error)})", down=_cannot_connect(error)) from None
 
     async def _page(self, path: str) -> str:

@@ -99,7 +99,7 @@ def simulate_models(
 
     The same arguments give the same result, bit for bit. Raises InvalidTrace, InvalidSetting or ModelNotFound.
     """
-    workload = trace if isinstance(trace, Workload) else requests_of(trace, models[0].config)
+    workload = requests_of(trace, models[0].config)
     workload = ready(numbered(workload, models), rate_scale, requests)
     return SharedMachine.of(models, device, step_times or {}).run(workload)
 

@@ -77,7 +77,7 @@ def simulate(
     an unknown setting.
     """
     config = configured("simulate", settings)
-    workload = ready(as_workload(trace, config), rate_scale, requests)
+    workload = ready(requests_of(trace, config), rate_scale, requests)
     settings, steps = machine(model, device, config, step_time)
     return run(workload, settings, steps, replicas=replicas, routing=routing, draft_tokens=config.num_speculative_tokens)
 
@@ -89,13 +89,10 @@ def configured(name: str, settings: Mapping[str, Any]) -> EngineConfig:
     return engine_config(name, settings)
 
 
-def as_workload(trace: Trace, config: EngineConfig) -> Workload:
-    """The requests of a trace that may have been read. Raises as `requests_of`."""
-    return trace if isinstance(trace, Workload) else requests_of(trace, config)
-
-
-def requests_of(trace: str | Path | Sequence[TraceRequest], config: EngineConfig) -> Workload:
+def requests_of(trace: Trace, config: EngineConfig) -> Workload:
     """The requests of a trace or of a journal. Raises InvalidTrace, or InvalidSetting for a damaged journal."""
+    if isinstance(trace, Workload):
+        return trace
     if not isinstance(trace, (str, Path)):
         return Workload.of(trace, config.tenant_weights)
     if not Path(trace).is_file() or not is_journal(trace):

@@ -19,7 +19,7 @@ from chairlift.sim import groups
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.policy import report_failure
 from chairlift.sim.result import Result
-from chairlift.sim.run import Trace, as_workload, block_bytes, configured, longest_request, machine
+from chairlift.sim.run import Trace, block_bytes, configured, longest_request, machine, requests_of
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
 
@@ -41,9 +41,9 @@ class SessionsResult:
     """The result of a simulation of sessions.
 
     `requests` covers those of sessions that ended after the warm-up, and `others` those without a session; their columns are those of
-    `Result.requests`. `sessions` is a structured array of
-    the replays that had a request after it: session (the index of the recorded one), began and ended in microseconds, turns, alone (the
-    microseconds that it would have taken alone with a cache that loses nothing), longest_wait (for a first token) and complete.
+    `Result.requests`. `sessions` is a structured array of the replays that had a request after it: session (the index of the recorded
+    one), began and ended in microseconds, turns, alone (the microseconds that it would have taken alone with a cache that loses nothing),
+    longest_wait (for a first token) and complete.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ def simulate_sessions(
         replicas=replicas,
         routing=routing,
         read_ns_per_block=0 if disk is None else round(block_bytes(model, device, config) / disk * 1e9),
-        beside=None if beside is None else as_workload(beside, config),
+        beside=None if beside is None else requests_of(beside, config),
     )
 
 
