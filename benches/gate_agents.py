@@ -31,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 WORKING_SET = 15_787
 """Mean tokens of the contexts of eight users of agents_small.jsonl.gz, as `chairlift simulate` gives it."""
 USERS, LONGEST = 8, 8192
+HAS_BF16 = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+"""Whether this processor multiplies numbers in bf16. On others vLLM is faster in float32."""
 PARTS = {"half": 0.5, "three quarters": 0.75, "all": 2.0}
 START_SECONDS = 300
 
@@ -43,15 +45,15 @@ def llama_cpp(tokens: int) -> Peer:
 
 def vllm(tokens: int) -> Peer:
     """With its prefix cache, in blocks of 128 tokens."""
-    peer = vllm_server(HF, "bfloat16", 0.0)
+    peer = vllm_server(HF, "bfloat16" if HAS_BF16 else "float32", 0.0)
     flags = ["--enable-prefix-caching", "--max-model-len", str(LONGEST), "--block-size", "128"]
     peer.command.extend([*flags, "--num-gpu-blocks-override", str(max(tokens, LONGEST + 128) // 128)])
     return peer
 
 
-def chairlift(tokens: int) -> Peer:
-    """Our server without turns."""
-    return chairlift_server(gguf("Q4_1"), "Q4_1", "8 bit", ["--num-kv-blocks", str(tokens // 16), "--session-turns", "off"])
+def chairlift(tokens: int, turns: str = "off") -> Peer:
+    """Our server, without turns of sessions where nothing else is said."""
+    return chairlift_server(gguf("Q4_1"), "Q4_1", "8 bit", ["--num-kv-blocks", str(tokens // 16), "--session-turns", turns])
 
 
 SERVERS: dict[str, Callable[[int], Peer]] = {"llama.cpp": llama_cpp, "vLLM": vllm, "Chairlift without turns": chairlift}
@@ -79,9 +81,9 @@ def running(command: Sequence[str], environ: dict[str, str], log: Path, ready: s
         end(process)
 
 
-def measure(server: str, tokens: int, *, gate: bool, trace: str, seconds: float, state: Path) -> dict[str, Any]:
+def measure(peer: Peer, tokens: int, *, gate: bool, trace: str, seconds: float, state: Path) -> dict[str, Any]:
     """The figures of one run, as `bench serve` saves them."""
-    peer, run = SERVERS[server](tokens), [sys.executable, "-m", "chairlift"]
+    run = [sys.executable, "-m", "chairlift"]
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(running(peer.command, peer.environ, state / "server.log", "/health"))
         if gate:
@@ -133,7 +135,9 @@ def main() -> None:
                 key = (server, part, gate, args.seconds)
                 if key not in done:
                     tokens = int(WORKING_SET * share) // 256 * 256  # llama.cpp rounds so
-                    done[key] = measure(server, tokens, gate=gate, trace=args.trace, seconds=args.seconds, state=args.state)
+                    done[key] = measure(
+                        SERVERS[server](tokens), tokens, gate=gate, trace=args.trace, seconds=args.seconds, state=args.state
+                    )
                     with kept.open("a") as file:
                         file.write(json.dumps([key, done[key]]) + "\n")
             rows.append(row(server, part, done[server, part, False, args.seconds], done[server, part, True, args.seconds]))
