@@ -155,6 +155,23 @@ def test_requests_of_an_upstream_that_drains_end_there_and_its_sessions_go_on_el
     run(test, routing="predicted")
 
 
+def test_a_session_is_closed_at_the_upstream_that_it_ran_at():
+    async def test(client, *upstreams):
+        for number in range(len(upstreams)):  # in turn
+            assert (await client.chat(**{"x-session-id": f"s{number}"})).status_code == 200
+        ran_at = next(one for one in upstreams[1:] if one.chats)
+        others = [one for one in upstreams if one is not ran_at]
+        name = f"s{upstreams.index(ran_at)}"
+        for one in upstreams:
+            one.received.clear()
+        assert (await client.post("/close_session", session_id=name)).status_code == 200
+        assert (len(ran_at.received), *(len(one.received) for one in others)) == (1, 0, 0)
+        await client.post("/close_session", session_id=name)  # which is not known any more
+        assert len(upstreams[0].received) == 1
+
+    run(test, servers=3)
+
+
 def test_an_upstream_that_the_operator_takes_out_gets_no_requests_until_it_is_back(tmp_path):
     async def test(client, first, second):
         async def ask(method, path, **body):

@@ -1,10 +1,10 @@
-"""Why a turn of a session found less in its upstream's cache than the turn before it had left there: by the bodies and by `usage`."""
+"""The latest turns of sessions: where they ran, and why one found less in its upstream's cache than the turn before had left there."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chairlift.gate.answer import UpstreamUsage
 from chairlift.gate.prompt import Prompt
@@ -37,52 +37,81 @@ class _Turn:
     """Tokens of its prompt as the upstream counted them."""
 
 
+@dataclass(slots=True)
+class _Session:
+    upstream: int = 0
+    """The number of the upstream that answered the latest turn."""
+    turns: deque[_Turn] = field(default_factory=deque)
+
+    @property
+    def parts(self) -> int:
+        """What it counts towards MAX_PARTS."""
+        return 1 + sum(len(turn.parts) + 1 for turn in self.turns)
+
+
 class Conversations:
     """The latest turns of the sessions of all tenants, in bounded memory."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[tuple[str, str], deque[_Turn]] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
         """By tenant and name, the one that was used last at the end."""
         self._parts = 0
 
-    def add(self, tenant: str, session: str, prompt: Prompt, usage: UpstreamUsage, token_seconds: float | None) -> CacheMiss | None:
-        """Keeps a turn that was answered. Returns why it missed the cache, if it did and the upstream tells what it found there.
+    def upstream_of(self, tenant: str, session: str) -> int | None:
+        """The number of the upstream that answered a session's latest turn, None for a session that is not known."""
+        known = self._sessions.get((tenant, session))
+        return None if known is None else known.upstream
+
+    def add(
+        self, tenant: str, session: str, prompt: Prompt, usage: UpstreamUsage, token_seconds: float | None, upstream: int = 0
+    ) -> CacheMiss | None:
+        """Keeps a turn that an upstream answered. Returns why it missed the cache, if it did and the upstream tells what it found there.
 
         `token_seconds` is what a token of a prompt takes at the upstream, None if that is unknown.
         """
-        if usage.prompt is None:
-            return None
-        turns = self._sessions.setdefault((tenant, session), deque())
+        known = self._sessions.get((tenant, session))
+        if known is None:
+            known = self._sessions[tenant, session] = _Session()
+            self._parts += known.parts
+        known.upstream, turns = upstream, known.turns
         self._sessions.move_to_end((tenant, session))
+        if usage.prompt is None:
+            self._forget_oldest()
+            return None
         now = {part for part in prompt.parts if part[0].startswith(_CONVERSATION)}
         before = max(reversed(turns), key=lambda turn: len(now.intersection(turn.parts)), default=None)
         turns.append(_Turn(prompt.parts, usage.prompt))
         self._parts += len(prompt.parts) + 1
         if len(turns) > MAX_TURNS:
             self._parts -= len(turns.popleft().parts) + 1
-        while self._parts > MAX_PARTS:
-            self.end(*next(iter(self._sessions)))
+        self._forget_oldest()
         if before is None or usage.cached is None or now.isdisjoint(before.parts):
             return None
         reusable = min(before.tokens, usage.prompt)
         missed = reusable - usage.cached
         if missed <= max(SLACK_TOKENS, SLACK_SHARE * reusable):
             return None
-        field = first_difference(before.parts, prompt.parts)
+        name = first_difference(before.parts, prompt.parts)
         seconds = None if token_seconds is None else round(token_seconds * missed, 6)
-        return CacheMiss(_reason(field, before.parts, prompt), missed, reusable, Difference(field), seconds=seconds)
+        return CacheMiss(_reason(name, before.parts, prompt), missed, reusable, Difference(name), seconds=seconds)
 
     def end(self, tenant: str, session: str) -> None:
         """Forgets a session, if it is known."""
-        self._parts -= sum(len(turn.parts) + 1 for turn in self._sessions.pop((tenant, session), ()))
+        known = self._sessions.pop((tenant, session), None)
+        self._parts -= 0 if known is None else known.parts
+
+    def _forget_oldest(self) -> None:
+        while self._parts > MAX_PARTS:
+            self.end(*next(iter(self._sessions)))
 
 
-def _reason(field: str | None, before: Sequence[Part], prompt: Prompt) -> MissReason:
-    if field is None:
+def _reason(name: str | None, before: Sequence[Part], prompt: Prompt) -> MissReason:
+    """Why it missed, by the first field that differs."""
+    if name is None:
         return MissReason.UPSTREAM
-    if not field.startswith(_CONVERSATION):
-        return _REASONS.get(field, MissReason.SETTINGS)
-    if prompt.has_system_message and field.endswith("[0]"):
+    if not name.startswith(_CONVERSATION):
+        return _REASONS.get(name, MissReason.SETTINGS)
+    if prompt.has_system_message and name.endswith("[0]"):
         return MissReason.SYSTEM
     fewer = len(prompt.parts) < len(before)
     return MissReason.SHORTENED if fewer else MissReason.HISTORY

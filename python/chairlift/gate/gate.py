@@ -82,9 +82,11 @@ class Gate:
                 if generates:
                     await self._generate(request, raw, send)
                 else:
+                    number = self._first_usable() if is_of_clients(path) else 0
                     if request.method == "POST" and path == CLOSES_SESSION:
-                        self._close_session(request, raw)
-                    await self._pass(request, raw, send, self._first_usable() if is_of_clients(path) else 0, None)
+                        ran_at = self._close_session(request, raw)
+                        number = number if ran_at is None else ran_at
+                    await self._pass(request, raw, send, number, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None
 
@@ -207,23 +209,29 @@ class Gate:
             # The connection is closed in the middle of the answer, as the upstream's was.
             log.warning("%s in the middle of an answer", failure(upstream.url, error))
 
-    def _close_session(self, request: Request, raw: bytearray) -> None:
-        """Ends a session of the tenant here too. A body that names none, or is long, is left to the upstream."""
+    def _close_session(self, request: Request, raw: bytearray) -> int | None:
+        """Ends a session of the tenant here too. Returns the number of the upstream that it ran at, None if it is not known.
+
+        A body that names none, or is long, is left to the upstream.
+        """
         if len(raw) > LARGE:
-            return
+            return None
         try:
             name = CloseSessionRequest.model_validate_json(bytes(raw)).session_id
         except ValidationError:
-            return
+            return None
         service_of(request).end_session(request.state.tenant, name)
+        upstream = self._conversations.upstream_of(request.state.tenant, name)
         self._conversations.end(request.state.tenant, name)
+        return upstream
 
     def _keep_turn(self, request: Request, prompt: Prompt, held: Admitted, usage: UpstreamUsage) -> None:
         """Keeps an answered turn of a session for the next one, and explains why it missed the upstream's cache if it did."""
         if held.session is None:
             return
         tenant, name = request.state.tenant, held.session.name
-        miss = self._conversations.add(tenant, name, prompt, usage, self._estimates[held.upstream].token_seconds)
+        token_seconds = self._estimates[held.upstream].token_seconds
+        miss = self._conversations.add(tenant, name, prompt, usage, token_seconds, held.upstream)
         if miss is not None:
             service_of(request).turns.add_miss(held.id, request.state.reader, miss)
             self._model.metrics.count_cache_miss(miss, tenant, None)

@@ -38,6 +38,7 @@ from chairlift.server.routes.ops.status import health, index, live, metrics, rea
 from chairlift.server.routes.sessions import close_session
 from chairlift.server.routes.tokenize import detokenize, tokenize, tokenizer_info
 from chairlift.server.service import Service
+from chairlift.server.session_wait import HEADER as EXPECTED_WAIT
 
 PROBES = ("/live", "/ready", "/health", "/ping", "/metrics", "/dashboard/data", "/state")
 """Paths that orchestrators and monitoring poll; they are left out of the access log."""
@@ -63,7 +64,7 @@ def guarded(app: Starlette, config: ServerConfig, keys: Keys) -> ASGIApp:
     if not origins:
         return middleware
     # CORS wraps the access check: browsers send preflight requests without a key.
-    exposed = ["x-request-id", "x-chairlift-ignored", "x-chairlift-exact-history", "retry-after"]
+    exposed = ["x-request-id", "request-id", "x-chairlift-ignored", "x-chairlift-exact-history", EXPECTED_WAIT, "retry-after"]
     # Browsers ask for more than CORS before a page of the internet reaches a server in a private network.
     return CORSMiddleware(
         middleware,

@@ -190,6 +190,8 @@ def test_web_pages_that_are_allowed(allowed):
         assert "authorization" in leave.headers["access-control-allow-headers"]
         answer = http.get("/v1/models", headers={"origin": PAGE, "x-api-key": "sk-1"})
         assert (answer.status_code, answer.headers["access-control-allow-origin"] in (PAGE, "*")) == (200, True)
+        readable = set(answer.headers["access-control-expose-headers"].split(", "))
+        assert readable >= {"x-request-id", "request-id", "retry-after", "x-chairlift-expected-wait"}
         closed = http.get("/v1/models", headers={"origin": PAGE})
         assert (closed.status_code, "access-control-allow-origin" in closed.headers) == (401, True)
         other = http.get("/v1/models", headers={"origin": "https://evil.example", "x-api-key": "sk-1"})
