@@ -108,7 +108,7 @@ def test_calls_have_ids_and_numbers(http, engine, kind):
     assert [call["id"] for call in called["tool_calls"]] == [turn["tool_call_id"] for turn in answered] == ids
 
 
-def test_thinking_has_its_own_field(llama, http, engine):
+def test_thinking_has_its_own_field(llama, http, engine, server, monkeypatch):
     engine.tokenizer.template = ChatTemplate({"default": "{{ messages }}</think>"}, {})
     engine.tokenizer.template_source = engine.tokenizer.template.default
     messages = [{"role": "user", "content": "SAY:<think>Two.</think>Four"}]
@@ -122,6 +122,8 @@ def test_thinking_has_its_own_field(llama, http, engine):
     assert "".join(part.response for part in parts) == "Four"
     assert engine.tokenizer.rendered[-1][1]["reasoning_effort"] == "low"
     assert "thinking" in llama.show(MODEL).capabilities
+    monkeypatch.setattr(server[1].default, "reasoning_parser", "none")
+    assert "thinking" not in llama.show(MODEL).capabilities
 
 
 DETAILS = {

@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.chat.reasoning import format_for_template
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header
 from chairlift.server.model import ServedModel
@@ -74,7 +73,7 @@ async def show(request: Request) -> Response:
     capabilities = [names[task] for task in model.tasks()]
     if template is not None:
         capabilities += ["tools"]
-        capabilities += ["thinking"] if format_for_template(template) else []
+        capabilities += ["thinking"] if model.chat_model.reasoning_format is not None else []
     entry = _entry(model, model.name)
     described = {
         "license": "",
