@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "verification": {"engine", "models", "checkpoint", "_core", *LEAVES},
     "bench": {"errors", "scheduling", "svg"},
     "sim": {"engine", "bench", "models", "checkpoint", "_core", *LEAVES},
-    "gate": {"server", "engine", *LEAVES},
+    "gate": {"server", "engine", "tokenizer", *LEAVES},
     "server": {"engine", "chat", "grammar", "tokenizer", "template_process", "checkpoint", "directories", *LEAVES, ""},
     "fleet": {"engine", *LEAVES},
     "engine": {"runner", "chat", "grammar", "tokenizer", "checkpoint", "child_process", "directories", "_core", *LEAVES, ""},
@@ -65,7 +65,7 @@ IN_SERVER = {
         *("storage", "tiers", "tokenizing"),
     },
     "admin": {"errors", "http", "model", "routes", "service"},
-    "app": {"config", "errors", "http", "keys", "middleware", "observability", "routes", "service"},
+    "app": {"config", "errors", "http", "keys", "middleware", "observability", "routes", "service", "session_wait"},
     "middleware": {"errors", "http", "keys", "observability", "service", "session_name"},
     "routes": {
         "batch",

@@ -39,7 +39,7 @@ DEFAULT_CONTEXT = 1 << 17
 """Longest sequence of an upstream that does not say it."""
 
 _ENGINE_FLAGS = (
-    *("max_num_seqs", "max_model_len", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "tier_weights"),
+    *("tokenizer", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "tier_weights"),
     *("max_num_queued_reqs", "max_num_queued_tokens", "queue_ageing_ms", "session_turns", "max_session_wait_ms", "journal"),
 )
 _SERVER_FLAGS = (
@@ -49,6 +49,7 @@ _SERVER_FLAGS = (
 )
 _TEXTS = {
     "served_model_name": "name of the model in metrics and the usage log (default: the host and port of the first upstream)",
+    "tokenizer": "directory or file of the upstreams' tokenizer, to count prompts' tokens with (default: they are estimated by bytes)",
     "max_num_seqs": f"requests that each upstream runs at once (default: what the upstream tells, else {MAX_NUM_SEQS})",
     "max_model_len": f"longest prompt plus output, in tokens (default: what the upstream tells, else {DEFAULT_CONTEXT})",
     "max_num_batched_tokens": f"tokens in one step of an upstream, as estimated (default: {PROMPT_TOKENS} more than --max-num-seqs)",
@@ -117,8 +118,11 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
     from chairlift.server.http.sockets import open_path
     from chairlift.server.model import ServedModel
     from chairlift.server.supervisor import Supervisor
+    from chairlift.tokenizer import Tokenizer
 
     server, began = args.server, time.monotonic()
+    source = args.engine.tokenizer
+    tokenizer = None if source is None else Tokenizer(Path(source).expanduser(), source)
     upstreams = [Upstream(url, args.upstream_api_key) for url in args.upstream]
     async with AsyncExitStack() as stack:
         for upstream in upstreams:
@@ -134,7 +138,7 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
         model = ServedModel(name, engine, resume="any")
         blocks = config.num_kv_blocks or 0
         estimates = [Estimates(limit.kv_tokens or 0, BLOCK_SIZE, blocks) for limit in limits]
-        gate = Gate(model, upstreams, estimates, keyed=bool(access.keys))
+        gate = Gate(model, upstreams, estimates, keyed=bool(access.keys), tokenizer=tokenizer)
         supervisor = Supervisor([model], server, access.keys, access.tiers, processes, gate_routes(gate))
         gc.freeze()  # the garbage collector need not examine these lasting objects again
         for process in processes:
@@ -181,6 +185,7 @@ def _engine_config(config: EngineConfig, limits: Sequence[Limits], directory: Pa
     return replace(
         config,
         model=str(directory),
+        tokenizer=None,
         load_format="none",
         speculative_config={"method": "off"},
         block_size=BLOCK_SIZE,

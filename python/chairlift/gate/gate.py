@@ -24,6 +24,7 @@ from chairlift.gate.estimates import Estimates
 from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import CLOSES_SESSION, GENERATES, is_of_clients, plain
 from chairlift.gate.prompt import Prompt, read_prompt
+from chairlift.gate.token_counter import TokenCounter
 from chairlift.gate.upstream import (
     FAILURES,
     RawHeaders,
@@ -41,6 +42,7 @@ from chairlift.server.model import ServedModel
 from chairlift.server.routes.sessions import CloseSessionRequest
 from chairlift.server.service import service_of
 from chairlift.server.streaming import event
+from chairlift.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
@@ -53,9 +55,18 @@ VIA = b"x-chairlift-gate"
 class Gate:
     """An ASGI application for all paths that are not the gate's own. `estimates` belong to the `upstreams`, in the same order."""
 
-    def __init__(self, model: ServedModel, upstreams: Sequence[Upstream], estimates: Sequence[Estimates], *, keyed: bool) -> None:
-        """With keys of its own (`keyed`) the gate passes none of its clients' on."""
+    def __init__(
+        self,
+        model: ServedModel,
+        upstreams: Sequence[Upstream],
+        estimates: Sequence[Estimates],
+        *,
+        keyed: bool,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """With keys of its own (`keyed`) the gate passes none of its clients' on. Without the upstreams' tokenizer bytes are counted."""
         self._model, self._upstreams, self._estimates, self._keyed = model, upstreams, estimates, keyed
+        self._counter = None if tokenizer is None else TokenCounter(tokenizer, model.tokenizing)
         self._name = secrets.token_hex(8).encode()
         self._told: dict[int, tuple[int, Estimate]] = {}
         self._bodies, self._conversations = HeldBodies(), Conversations()
@@ -139,7 +150,7 @@ class Gate:
         """Waits for the request's turn and passes it on; to another upstream if the first cannot be reached or is not ready."""
         service_of(request).check_admission()
         service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
-        prompt = await asyncio.to_thread(read_prompt, raw) if len(raw) > LARGE else read_prompt(raw)
+        prompt = await self._read_prompt(request, raw)
         failed: UpstreamFailed | None = None
         for left in reversed(range(len(self._upstreams))):
             async with admitted(request, prompt) as held:
@@ -162,6 +173,11 @@ class Gate:
                 return
         assert failed is not None  # there is an upstream
         raise failed
+
+    async def _read_prompt(self, request: Request, raw: bytearray) -> Prompt:
+        if self._counter is not None:
+            return await self._counter.read(request.state.ticket.tenant.group, raw)
+        return await asyncio.to_thread(read_prompt, raw) if len(raw) > LARGE else read_prompt(raw)
 
     async def _pass(
         self, request: Request, raw: bytearray, send: Send, number: int, held: Admitted | None, *, retries: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -62,12 +62,20 @@ class Prompt:
     """Whether the first message is the system's."""
 
 
-def read_prompt(raw: bytes | bytearray) -> Prompt:
-    """Estimates the prompt of a body. One that is not a JSON object, or has too many values, is a prompt as it stands."""
+class TokenIds(bytes):
+    """A prompt that the client sent as token ids, of four bytes each."""
+
+
+def read_prompt(raw: bytes | bytearray, encode: Callable[[list[bytes]], np.ndarray] | None = None) -> Prompt:
+    """Estimates the prompt of a body. One that is not a JSON object, or has too many values, is a prompt as it stands.
+
+    `encode` makes the tokens of the prompt's parts; without it they stand for bytes.
+    """
+    encode = encode or tokens
     try:
         body = parse(raw)
     except ApiError:
-        return Prompt(tokens([bytes(raw)]), None, {})
+        return Prompt(encode([bytes(raw)]), None, {})
     names = [name for name in _BEFORE if name in body]
     parts, has_system = [_packed(body[name], name) for name in names], False
     for name in _CONVERSATION:
@@ -78,14 +86,14 @@ def read_prompt(raw: bytes | bytearray) -> Prompt:
             has_system = value[0].get("role") in ("system", "developer")
         elif value is not None:
             is_tokens = isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in value)
-            parts.append(np.array(value, dtype="<u4").tobytes() if is_tokens else _packed(value, name))
+            parts.append(TokenIds(np.array(value, dtype="<u4").tobytes()) if is_tokens else _packed(value, name))
             names.append(name)
     limits = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")]
     limit = next((one for one in limits if type(one) is int and one > 0), None)
     scheduling = {name: body[name] for name in SCHEDULING if name in body}
     named = islice(zip(names, parts, strict=True), MAX_PARTS)
     hashes = [(name, hash(part).to_bytes(8, "little", signed=True)) for name, part in named]
-    return Prompt(tokens(parts), limit, scheduling, body.get("stream") is True, _answers(body), hashes, has_system)
+    return Prompt(encode(parts), limit, scheduling, body.get("stream") is True, _answers(body), hashes, has_system)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -98,6 +98,12 @@ class Tokenizing:
         if length <= LONG:
             return await asyncio.to_thread(check_and_encode)
         await asyncio.to_thread(check)
+        return await self.in_turn(group, length, encode)
+
+    async def in_turn(self, group: str, length: int, encode: Callable[[], R]) -> R:
+        """Calls a function that tokenizes `length` characters in a thread, in its turn if they are many."""
+        if length <= LONG:
+            return await asyncio.to_thread(encode)
         return await self._long_texts.run(group, _then_trim, encode)
 
     async def chat(
