@@ -74,7 +74,7 @@ hostile: $(VENV)/.developing ## send every hostile and every wrong body to every
 	HOSTILE=1 $(BIN)/python -m pytest tests/server/test_event_loop.py tests/server/test_confused_bodies.py $(ARGS)
 
 .PHONY: schema-fuzz
-schema-fuzz: $(VENV)/.developing ## run schemathesis against every route of a server with a fake engine (EXAMPLES=15, minutes)
+schema-fuzz: $(VENV)/.developing ## run schemathesis against every route of a server with a scripted engine (EXAMPLES=15, minutes)
 	test -x .venv-schemathesis/bin/schemathesis || { $(PYTHON) -m venv .venv-schemathesis && \
 	  .venv-schemathesis/bin/pip install --quiet --disable-pip-version-check 'schemathesis==4.32.5'; }
 	$(BIN)/python tests/conformance/schema_fuzz.py .venv-schemathesis/bin/schemathesis $(or $(EXAMPLES),15)

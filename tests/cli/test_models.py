@@ -8,11 +8,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from fake_async_engine import FakeEngine, serving_models
 from fake_hub import fake_hub
 from gguf_files import gguf_of, tiny_model
 from local_server import Handler, local_server
 from ollama_files import write_ollama_model
+from scripted_engine import ScriptedEngine
+from serving import serving_models
 
 from chairlift.cli import main
 from chairlift.config import DEFAULT_MODEL
@@ -134,9 +135,8 @@ MODELS = [("chat", "chat", "loaded"), ("gpt", "chat", "loaded"), ("small", "smal
 
 
 def test_ps_lists_the_models_of_a_server(capsys):
-    engines = FakeEngine(), FakeEngine(), FakeEngine()
-    engines[0].counters = {"running": 2, "waiting": 1, "swapped": 1}
-    engines[2].ready = False
+    engines = ScriptedEngine(), ScriptedEngine(), ScriptedEngine()
+    engines[0].counters = {"running": 2, "waiting": 1, "swapped": 1, "slots": 4}
     models = [
         ServedModel("chat", engines[0], ("gpt-4o",), num_bytes=1_500_000_000),
         ServedModel("embed", engines[1], keep_alive=36000.0),

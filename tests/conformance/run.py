@@ -37,7 +37,7 @@ REAL = ["--max-model-len", "2048", "--max-num-seqs", "16"]
 """The server with the default model."""
 SERVE = [sys.executable, "-m", "chairlift.cli.main", "serve", "--port", "0"]
 SCRIPTED = [sys.executable, str(HERE / "scripted_server.py")]
-"""The server around a fake engine that says what it is told to. Its argument is the file for its turns."""
+"""The server around a scripted engine that says what it is told to. Its argument is the file for its turns."""
 
 
 @dataclass(frozen=True)

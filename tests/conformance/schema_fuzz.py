@@ -1,4 +1,4 @@
-"""schemathesis against all routes of a server with a fake engine: no answer may be a 5xx, and no callback long.
+"""schemathesis against all routes of a server with a scripted engine: no answer may be a 5xx, and no callback long.
 
 python tests/conformance/schema_fuzz.py SCHEMATHESIS [EXAMPLES]; `make schema-fuzz` calls it. Exits with 1 if a check failed.
 """
@@ -11,7 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
-from fake_async_engine import FakeEngine, serving
+from scripted_engine import ScriptedEngine
+from serving import serving
 
 from chairlift.server.observability.loop_monitor import LoopMonitor
 
@@ -36,7 +37,7 @@ def longest_until_end(process: subprocess.Popen[bytes], monitor: LoopMonitor) ->
 
 def main(schemathesis: str, examples: str = "100") -> int:
     """Runs the program; returns the exit status."""
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.describe(max_text_len=64, embedding_size=4)
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 2**31 - 1)  # as the server does while requests are open: server/garbage.py

@@ -1,4 +1,4 @@
-"""Chairlift's server around a fake engine with a prefix cache, for agents: it answers what the conversation last told it to say.
+"""Chairlift's server around a scripted engine with a prefix cache, for agents: it answers what the conversation last told it to say.
 
 python scripted_server.py FILE. The answer is the text between the last `SAY:` of the prompt and the `|` after it. A tool's result may have
 the next one. There is no API key, because clients of Ollama send none.
@@ -14,40 +14,52 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
-from caching_engine import CachingEngine, shared
-from fake_async_engine import serving
+from caching_engine import CachingEngine
+from serving import serving
 
 CONTEXT = 400_000
 """Tokens, which are bytes here: enough for an agent's prompt of 100 kB."""
 
 
-class ScriptedEngine(CachingEngine):
+class ToldEngine(CachingEngine):
     """Says what it is told to say, `ok` by default, whatever else a prompt has in it."""
 
     def __init__(self, log):
-        super().__init__()
-        self.describe(max_model_len=CONTEXT)
+        super().__init__(max_model_len=CONTEXT, num_kv_blocks=4 * CONTEXT // 16)
         self._log = log
+        self._earlier = []
+        """Each prompt with its answer."""
 
-    async def run(self, stream, **arguments):
-        text = self._text(stream.prompt)
-        earlier = [self._text(tokens) for kept in self.cached.values() for tokens in kept]
-        repeated = max((shared(text, one) for one in earlier), default=0)
+    def text(self, prompt):
+        return self.tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def said(self, text):
+        self.answers = [self._told(text)]
+        return super().said(text)
+
+    def _told(self, text):
         _, told, said = text.rpartition("SAY:")
-        answer = said.partition("|")[0] if told else "ok"
-        self.answers, logged = [answer], False
-        async for output in super().run(stream, **arguments):
+        return said.partition("|")[0] if told else "ok"
+
+    async def _noted(self, stream, outputs):
+        text, logged = self.text(stream.prompt_token_ids), False
+        answer = self._told(text)
+        repeated = max((shared(text, one) for one in self._earlier), default=0)
+        self._earlier.append(text + answer)
+        async for output in super()._noted(stream, outputs):
             if not logged:
-                found = len(self._text(stream.prompt[: output.cached_tokens]))
+                found = len(self.text(stream.prompt_token_ids[: output.cached_tokens]))
                 line = {"prompt": len(text), "answer": len(answer), "repeated": repeated, "found": found}
                 print(json.dumps(line), file=self._log, flush=True)
                 logged = True
             yield output
 
-    def _text(self, tokens):
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+def shared(one, other):
+    """The length of the common beginning."""
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-with open(sys.argv[1], "w") as log, serving(ScriptedEngine(log), max_body_size=16 << 20) as (base, _):
+with open(sys.argv[1], "w") as log, serving(ToldEngine(log), max_body_size=16 << 20) as (base, _):
     print(f"listening on {base}/v1", file=sys.stderr, flush=True)
     signal.sigwait([signal.SIGTERM, signal.SIGINT])

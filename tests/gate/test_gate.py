@@ -11,8 +11,8 @@ import httpx
 import pytest
 from client_bodies import Sent, client_bodies
 from confused_bodies import confused_bodies
-from fake_async_engine import wait_until
 from gate_here import with_gate
+from serving import wait_until
 from upstream import Upstream, gate
 
 from chairlift.engine.client import AsyncEngine

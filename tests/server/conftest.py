@@ -1,26 +1,26 @@
 import httpx
 import openai
 import pytest
-from fake_async_engine import FakeEngine, FakeTokenizer, serving
+from scripted_engine import ScriptedEngine, WordTokenizer
+from serving import serving
 
 
 @pytest.fixture(scope="module")
 def lasting():
     """An engine, and the address and service of a server over it, for all tests of a file."""
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine) as (base, service):
         yield engine, base, service
 
 
 @pytest.fixture
 def engine(request):
-    """A fake engine. With the marker `shared_server` it is the file's own, with no trace of the tests before."""
+    """A scripted engine. With the marker `shared_server` it is the file's own, with no trace of the tests before."""
     if not request.node.get_closest_marker("shared_server"):
-        return FakeEngine()
+        return ScriptedEngine()
     engine = request.getfixturevalue("lasting")[0]
-    engine.tokenizer = FakeTokenizer()
-    engine.seen.clear()
-    engine.started, engine.released = 0, False
+    engine.tokenizer = WordTokenizer()
+    engine.forget()
     return engine
 
 

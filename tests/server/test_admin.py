@@ -3,9 +3,10 @@ import json
 from dataclasses import replace
 
 import httpx
-from fake_async_engine import MODEL, FakeEngine
 from fake_hub import fake_hub
 from gguf_files import gguf_of, tiny_model
+from scripted_engine import ScriptedEngine
+from serving import MODEL
 
 from chairlift.engine.stats import Stats
 from chairlift.server.admin import AdminApp, serve_admin
@@ -16,13 +17,14 @@ from chairlift.server.service import Service
 
 def test_the_operator_needs_no_key(tmp_path, monkeypatch):
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
-    engine, drained = FakeEngine(), []
-    engine.counters = {"running": 3}
+    engine, drained = ScriptedEngine(), []
+    engine.counters = {"running": 3, "slots": 4}
     service = Service([ServedModel(MODEL, engine)])
     service.loader.serve_started(service.default)
     path = tmp_path / "admin"
 
     async def ask():
+        await engine.start()
         transport = httpx.AsyncHTTPTransport(uds=str(path))
         with open_path(str(path), 0o600) as listener:
             async with (
@@ -32,7 +34,7 @@ def test_the_operator_needs_no_key(tmp_path, monkeypatch):
                 assert (await client.get("/health")).json() == {"status": "healthy"}
                 assert b"chairlift_num_requests_running" in (await client.get("/metrics")).content
                 assert (await client.get("/state")).json() == {
-                    **Stats(running=3).pack(),
+                    **Stats(running=3, slots=4).pack(),
                     "http": {"open": 0, "waiting": 0},
                     "state": "ready",
                     "restarts": 0,
@@ -65,7 +67,7 @@ def test_a_pull_tells_its_progress_and_what_is_served_is_not_deleted(tmp_path, m
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     gguf_of(tiny_model("qwen2"), tmp_path / "tiny.gguf")
     content = (tmp_path / "tiny.gguf").read_bytes()
-    service = Service([ServedModel(MODEL, FakeEngine())])
+    service = Service([ServedModel(MODEL, ScriptedEngine())])
     served = service.default.engine.config
     app = AdminApp(service, lambda: None, 30)
 

@@ -1,11 +1,11 @@
 import asyncio
 import json
 import threading
-from dataclasses import replace
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, FakeEngine, serving, wait_until
+from scripted_engine import ScriptedEngine
+from serving import MODEL, serving, wait_until
 
 from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission
@@ -21,9 +21,7 @@ HELD = {"prompt": "held", "max_tokens": 2}
 @pytest.fixture
 def engine():
     """One whose queue has four places."""
-    engine = FakeEngine()
-    engine.config = replace(engine.config, max_num_queued_reqs=4)
-    return engine
+    return ScriptedEngine(max_num_queued_reqs=4)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +33,8 @@ def counted(service):
     return service.admission.waiting, service.admission.open
 
 
-def test_a_burst_gets_as_many_in_as_may_wait(engine):
-    engine.config = replace(engine.config, max_num_queued_reqs=10)
+def test_a_burst_gets_as_many_in_as_may_wait():
+    engine = ScriptedEngine(max_num_queued_reqs=10)
     encoded = []
     encode = engine.tokenizer.encode
     engine.tokenizer.encode = lambda text, **options: encoded.append(text) or encode(text, **options)
@@ -59,8 +57,8 @@ def test_a_burst_gets_as_many_in_as_may_wait(engine):
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
 
 
-def test_every_route_that_waits_and_no_other_finds_the_queue_full(engine):
-    engine.config = replace(engine.config, max_num_queued_reqs=1)
+def test_every_route_that_waits_and_no_other_finds_the_queue_full():
+    engine = ScriptedEngine(max_num_queued_reqs=1)
     messages = [{"role": "user", "content": "hi"}]
     generating = {
         COMPLETIONS: HELD,
@@ -102,7 +100,7 @@ FREE = {
 def test_every_route_counts_towards_a_tenants_limits_unless_it_is_known_to_be_free(limit, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[alice]\nkey = "a"\n{limit} = 1\n[bob]\nkey = "b"\n')
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     ways = {(method, route.path) for route in routes() for method in route.methods - {"HEAD"}}
     assert ways >= FREE, "each free route exists"
     with (
@@ -159,7 +157,7 @@ def test_a_prompt_that_no_tokens_could_make_fit_is_not_tokenized(engine):
 
 def test_what_runs_does_not_wait(engine):
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
-        streams = [http.stream("POST", COMPLETIONS, json={"prompt": "paused", "max_tokens": 9, "stream": True}) for _ in range(6)]
+        streams = [http.stream("POST", COMPLETIONS, json={"prompt": "paused", "max_tokens": 999, "stream": True}) for _ in range(6)]
         for stream in streams:
             stream.__enter__()
         wait_until(lambda: counted(service) == (0, 6))
@@ -288,7 +286,7 @@ def test_when_a_tenant_may_come_back_is_how_long_its_requests_take(monkeypatch):
 def test_limits_come_with_the_key(tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "a"\nmax_requests = 1\n[bob]\nkey = "b"\n')
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine, api_key_file=str(keys)) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
 
         def ask(key, **more):

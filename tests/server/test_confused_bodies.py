@@ -10,7 +10,8 @@ import os
 import httpx
 import pytest
 from confused_bodies import BASES, WRONG, confused_bodies
-from fake_async_engine import FakeEngine, serving
+from scripted_engine import ScriptedEngine
+from serving import serving
 
 from chairlift.server.app import routes
 
@@ -23,7 +24,7 @@ BATCH = 500
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.describe(max_text_len=64, embedding_size=4)
     with serving(engine, data_dir=tmp_path_factory.mktemp("data")) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
         gc.collect()

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pydantic
 import pytest
-from fake_async_engine import wait_until
 from prometheus_client.parser import text_string_to_metric_families
+from serving import wait_until
 
 WORDS = ["mountain", "snow", "lift", "chair", "valley", "ski", "rope", "station", "summit", "cloud", "pine", "river", "stone", "bridge"]
 

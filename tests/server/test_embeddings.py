@@ -15,10 +15,10 @@ import numpy as np
 import openai
 import pytest
 import tiny_encoders
-from fake_async_engine import wait_until
 from openai.types import CreateEmbeddingResponse
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
+from serving import wait_until
 
 LONG = "abcdefghij " * 20
 

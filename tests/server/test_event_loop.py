@@ -3,6 +3,7 @@
 `make test` sends a sample of the bodies; `make hostile` (HOSTILE=1) sends all of them.
 """
 
+import asyncio
 import contextlib
 import gc
 import itertools
@@ -11,14 +12,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import first_requests
 import httpx
 import pytest
 from cpu_cost import references
-from fake_async_engine import FakeEngine, serving
 from hostile_bodies import hostile_bodies
+from scripted_engine import ScriptedEngine, ScriptedProcess
+from serving import serving
 
 from chairlift.scheduling import BACKGROUND, TIERS, Scheduling
 from chairlift.server.errors import ApiError
@@ -36,11 +39,43 @@ ALL = bool(os.environ.get("HOSTILE"))
 BODIES = [body for index, body in enumerate(hostile_bodies()) if ALL or index % 17 == 0]
 
 
+class Apart(ScriptedProcess):
+    """Hosts the engine's side in a thread of its own: what the engine does is no callback of the server's loop."""
+
+    async def attach(self, client):
+        number = await super().attach(client)
+        self._server, self._loop = self._loop, asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        return number
+
+    def write(self, number, frame):
+        self._loop.call_soon_threadsafe(super().write, number, frame)
+
+    def _send(self, frame):
+        self._server.call_soon_threadsafe(super()._send, frame)
+
+    async def close(self):
+        if self._loading is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loading = None
+        await super().close()
+
+
+class EngineApart(ScriptedEngine):
+    host = Apart
+
+    def unread(self):
+        """It waits for no reader, who is in another thread."""
+        return False
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A server in a thread of this process: a client, and the monitor of its loop."""
-    engine = FakeEngine()
-    engine.describe(max_model_len=1 << 14, max_text_len=1 << 14, embedding_size=4)
+    engine = EngineApart(max_model_len=1 << 14, num_kv_blocks=1 << 14)
+    engine.describe(max_text_len=1 << 14, embedding_size=4)
     with serving(engine, data_dir=tmp_path_factory.mktemp("data")) as (base, service), httpx.Client(base_url=base, timeout=120) as client:
         gc.collect()
         gc.freeze()
@@ -85,7 +120,7 @@ def no_full_collections():
     ids=["rerank", "embeddings"],
 )
 def test_many_texts_take_no_callback_long(path, body):
-    engine = FakeEngine()
+    engine = EngineApart()
     engine.describe(max_text_len=64)
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
         assert check(service, lambda: client.post(path, json=body)).status_code == 200
@@ -111,8 +146,8 @@ MILLION = [1] * 950_000
     ids=["prompt", "prompts", "truncated", "input", "inputs", "sequence", "detokenize"],
 )
 def test_a_million_token_ids_take_no_callback_long(path, body):
-    engine = FakeEngine()
-    engine.describe(max_model_len=1 << 20, max_text_len=1 << 20)
+    engine = EngineApart(max_model_len=1 << 20, num_kv_blocks=1 << 17, max_num_batched_tokens=1 << 16)
+    engine.describe(max_text_len=1 << 20)
     content = json.dumps({"model": None, **body}, separators=(",", ":"))
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
         response = check(service, lambda: client.post(path, content=content, headers={"content-type": "application/json"}))
@@ -280,7 +315,7 @@ def test_metrics_of_many_tenants_take_no_callback_long(served):
 
 
 def test_a_look_of_the_dashboard_at_many_tenants_takes_no_callback_long():
-    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
+    with serving(ScriptedEngine()) as (base, service), httpx.Client(base_url=base, timeout=60) as client:
         for tenant, tier, priority in itertools.product(range(MAX_TENANTS), TIERS, (-1, 0, 1, BACKGROUND)):
             scheduling = Scheduling(tenant=f"t{tenant}", tier=tier, priority=priority)
             service.default.metrics.latencies(scheduling).first_token.observe(0.1)
@@ -300,7 +335,7 @@ def test_readers_share_the_metrics_that_were_collected(monkeypatch):
         counted = lambda *args, function=function: calls.append((function.__name__, *args[1:])) or function(*args)  # noqa: E731
         monkeypatch.setattr(metrics_page, function.__name__, counted)
     invented = [f"invented{number}" for number in range(20)]
-    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine()) as (base, service), httpx.Client(base_url=base) as client:
         for name in "ab":
             body = {"prompt": "a", "max_tokens": 1}
             assert client.post("/v1/completions", json=body, headers={"x-tenant-id": name}).status_code == 200

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_async_engine import answer, wait_until
 from fake_server import metric, running, status
+from scripted_engine import answer
+from serving import wait_until
 
 from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission

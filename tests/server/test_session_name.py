@@ -2,7 +2,8 @@
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving
+from scripted_engine import ScriptedEngine
+from serving import serving
 
 from chairlift.engine.frames import NoteSession
 from chairlift.errors import InvalidRequest
@@ -51,7 +52,7 @@ def test_names_that_are_too_long(headers):
 
 @pytest.fixture(scope="module")
 def keyed():
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     run = engine.run
     engine.sessions = []
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
-from fake_async_engine import FakeEngine, wait_until
+from scripted_engine import ScriptedEngine
+from serving import wait_until
 
 from chairlift.errors import EngineDead, InvalidRequest, RequestMoved
 from chairlift.server import session_wait, streaming
@@ -20,7 +21,7 @@ NAMED = {"x-session-id": "s"}
 def engine(monkeypatch):
     monkeypatch.setattr(streaming, "FIRST_EVENT_TIMEOUT", 0.05)
     monkeypatch.setattr(session_wait, "FIRST_CHECK_SECONDS", 0.01)
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.expected_wait_ms = 41_200
     return engine
 

@@ -1,50 +1,22 @@
-"""A server with several models, over fake engines: routing, loading on demand, and what one model's failure does to the others."""
+"""A server with several models, over scripted engines: routing, loading on demand, and what one model's failure does to the others."""
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, FakeTokenizer, serving_models, wait_until
+from scripted_engine import ScriptedEngine
+from serving import serving_models, wait_until
 
-from chairlift.errors import EngineDead, ModelNotFound
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.load_policy import LoadPolicy
 from chairlift.server.model import ServedModel
-
-
-class LoadableEngine(FakeEngine):
-    """An engine that can be started again and again. It does so at once, unless it `fails` or is `gated`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = self.ready = False
-        self.fails = self.gated = False
-        self.starts = 0
-
-    async def start(self, since: float | None = None) -> None:
-        self.starts += 1
-        while self.gated:
-            await asyncio.sleep(0.01)
-        if self.fails:
-            raise ModelNotFound("there is no such model")
-        self.tokenizer = FakeTokenizer()
-        self.alive = self.ready = True
-        self.end_with = EngineDead
-        self.end.clear()
-
-    async def close(self) -> None:
-        """Frees the tokenizer as `ReplicatedEngine.close` does."""
-        await super().close()
-        if not self._sequences:
-            vars(self).pop("tokenizer", None)
 
 
 @pytest.fixture
 def several(request):
     """Address, service and engines of a server with the models `chat` (also `gpt-4o`), `small` and `third`."""
     limits = getattr(request, "param", {})
-    engines = {name: LoadableEngine() for name in ("chat", "small", "third")}
+    engines = {name: ScriptedEngine() for name in ("chat", "small", "third")}
     models = [
         ServedModel(name, engine, ("gpt-4o",) if name == "chat" else (), keep_alive=300.0, lifecycle=Lifecycle(ModelState.UNLOADED))
         for name, engine in engines.items()
@@ -230,7 +202,7 @@ KEYED = "tom=key-of-tom-0123456789,own=key-of-own-0123456789"
 
 
 def test_only_the_operator_shortens_a_shared_model_s_stay():
-    model = ServedModel("chat", LoadableEngine(), keep_alive=300.0, lifecycle=Lifecycle(ModelState.UNLOADED))
+    model = ServedModel("chat", ScriptedEngine(), keep_alive=300.0, lifecycle=Lifecycle(ModelState.UNLOADED))
     operator = "key-of-operator-0123456789"
     with serving_models([model], api_key=KEYED, operator_key=operator) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
 

@@ -4,7 +4,8 @@ import json
 import httpx
 import openai
 import pytest
-from fake_async_engine import FakeEngine, wait_until
+from scripted_engine import ScriptedEngine
+from serving import wait_until
 
 from chairlift.server import streaming
 
@@ -13,7 +14,7 @@ from chairlift.server import streaming
 def engine(monkeypatch):
     monkeypatch.setattr(streaming, "FIRST_EVENT_TIMEOUT", 0.05)
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.1)
-    return FakeEngine()
+    return ScriptedEngine()
 
 
 def test_a_stream_that_waits_shows_that_it_lives(engine, base, server):

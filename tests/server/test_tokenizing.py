@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, FakeTokenizer, serving
+from scripted_engine import ScriptedEngine, WordTokenizer
+from serving import serving
 
 import chairlift.chat
 import chairlift.server
@@ -44,7 +45,7 @@ BODIES = {
 }
 
 
-class RecordingTokenizer(FakeTokenizer):
+class RecordingTokenizer(WordTokenizer):
     """Keeps the lengths of the texts that it tokenized."""
 
     def __init__(self):
@@ -64,7 +65,7 @@ class RecordingTokenizer(FakeTokenizer):
 @pytest.fixture(scope="module")
 def recorded():
     """A server that also computes embeddings, and its tokenizer."""
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.tokenizer = RecordingTokenizer()
     engine.describe(max_text_len=64, embedding_size=4)
     with serving(engine) as (base, _), httpx.Client(base_url=base, timeout=60) as client:
@@ -135,7 +136,7 @@ def test_no_module_of_the_server_tokenizes_by_itself():
     assert len(found) == len(allowed)
 
 
-class SlowTokenizer(FakeTokenizer):
+class SlowTokenizer(WordTokenizer):
     """Counts how many texts it tokenizes at once."""
 
     def __init__(self):
@@ -169,7 +170,7 @@ def test_long_texts_are_tokenized_one_by_one_and_short_ones_pass_them():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
 def test_long_texts_have_a_lower_priority_than_running_requests():
-    class Asked(FakeTokenizer):
+    class Asked(WordTokenizer):
         def encode(self, text, *, add_special_tokens=True):
             return [os.getpriority(os.PRIO_PROCESS, 0)]
 
@@ -194,7 +195,7 @@ def test_the_memory_of_a_long_text_is_returned(monkeypatch):
     assert returned == [0]
 
 
-class OrderedTokenizer(FakeTokenizer):
+class OrderedTokenizer(WordTokenizer):
     """Renders a long text of each conversation, and records whose texts it rendered and tokenized."""
 
     def __init__(self):
@@ -266,7 +267,7 @@ def test_what_templates_leave_out_of_an_answer_does_not_count_before_rendering()
 )
 def test_white_space_counts_by_characters(must_fit, limit, most):
     async def main(length):
-        [tokens] = await Tokenizing().encode("", FakeTokenizer(), [" " * length], limit, must_fit=must_fit)
+        [tokens] = await Tokenizing().encode("", WordTokenizer(), [" " * length], limit, must_fit=must_fit)
         return len(tokens)
 
     assert asyncio.run(main(most)) == most
@@ -298,7 +299,7 @@ def test_a_variable_of_a_template_may_have_any_name(recorded, name):
 
 def test_a_text_is_refused_only_if_its_tokens_surely_are_too_many():
     async def main(text):
-        return await Tokenizing().encode("", FakeTokenizer(), [text], 10)
+        return await Tokenizing().encode("", WordTokenizer(), [text], 10)
 
     assert asyncio.run(main("7" * 40)) == [[55] * 40]
     with pytest.raises(InvalidRequest, match=r"has 41 characters, which are at least 11 tokens") as caught:

@@ -1,22 +1,17 @@
-"""An engine without a model that has a prefix cache, over a tokenizer whose answers do not re-tokenise to the same tokens."""
+"""The scripted engine over a tokenizer whose answers do not re-tokenise to the same tokens."""
 
-import asyncio
 import json
 
-from fake_async_engine import FakeEngine, FakeTokenizer, timeline
+from scripted_engine import END, ScriptedEngine, WordTokenizer
 
 from chairlift.chat_template import ChatTemplate
-from chairlift.engine.engine_request import shared_salt
-from chairlift.outputs import RequestOutput, Timing
 
-END = 0
-"""The control token that begins and ends messages."""
 PAIRS = {"th": 1, "he": 2, "in": 3, "er": 4, "an": 5, ": ": 6, ", ": 7}
 """Tokens of two characters."""
 _TEXTS = {token: pair for pair, token in PAIRS.items()}
 
 
-class PairTokenizer(FakeTokenizer):
+class PairTokenizer(WordTokenizer):
     """Bytes and pairs are tokens. The template writes the tools, then each message between control tokens."""
 
     thinks = False
@@ -68,59 +63,22 @@ def _json(value):
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-class CachingEngine(FakeEngine):
-    """Says `answers` one after the other, each a text of which every character is a token; then END. Keeps what it computed.
+class CachingEngine(ScriptedEngine):
+    """Says `answers` one after the other, each a text of which every character is a token; then END."""
 
-    The first stop string of a request ends an answer that has it.
-    """
-
-    def __init__(self, *answers):
-        super().__init__()
+    def __init__(self, *answers, **settings):
+        super().__init__(**settings)
         self.tokenizer = PairTokenizer()
         self.answers = list(answers)
-        self.cached: dict[bytes, list[list[int]]] = {}
-        """The computed prompts and answers, by salt."""
-        self.lost_hits = 0
-        """Tokens of each prompt whose KV is there, without a recurrent state after them."""
-        self.evicted_for: dict[str, int] = {}
-        """Tokens in each timeline, by whom their blocks were for."""
-        self.prompts: list[list[int]] = []
         self.hits: list[int] = []
 
-    async def run(self, stream, *, request_id, on_start, spent, session=None, **rest):
-        prompt, params = stream.prompt, stream.params
-        adapter = None if params.lora is None else params.lora.encode()
-        kept = self.cached.setdefault(shared_salt(stream.scheduling.cache_salt, adapter), [])
-        block = self.config.block_size
-        hit = max((min(shared(prompt, one), len(prompt) - 1) // block * block for one in kept), default=0)
-        hit = max(0, hit - self.lost_hits)
-        self.prompts.append(prompt)
-        self.scheduled.append(stream.scheduling)
-        self.hits.append(hit)
-        on_start()
+    def said(self, text):
         said = self.answers.pop(0) if self.answers else "ok"
-        stop = next((stop for stop in params.stop if stop in said), None)
-        shown = len(said) if stop is None else said.index(stop)
-        tokens = [*said.encode(), END] if stop is None else list(said[:shown].encode() + stop.encode())
-        computed = []
-        try:
-            for index, token in enumerate(tokens[: params.max_tokens]):
-                await asyncio.sleep(0)
-                final = index + 1 == min(len(tokens), params.max_tokens)
-                reason = None if not final else "stop" if index + 1 == len(tokens) else "length"
-                text = chr(token) if index < shown else ""
-                output = RequestOutput(text, [token], prompt, reason, queued=0.001, cached_tokens=hit, own_cached_tokens=hit)
-                computed = tokens[:index]
-                if final:
-                    output.stop_reason = stop if reason == "stop" else None
-                    output.timing = Timing(0.001, 0.001, 0.101, 0.2)
-                    output.timeline = timeline(lost_hit_tokens=self.lost_hits, evicted_for=self.evicted_for)
-                yield output
-        finally:
-            kept.append([*prompt, *computed])
-            self.timelines[request_id] = [timeline(tenant=stream.scheduling.tenant)]
+        return [*said.encode(), END]
 
-
-def shared(one, other):
-    """The length of the common beginning."""
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    def _show(self, output):
+        super()._show(output)
+        lost = self.shown.get("timeline", {}).get("lost_hit_tokens", 0)
+        output.cached_tokens, output.own_cached_tokens = output.cached_tokens - lost, output.own_cached_tokens - lost
+        if output.finish_reason is not None:
+            self.hits.append(output.cached_tokens)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
-from fake_async_engine import wait_until
+from serving import wait_until
 
 from chairlift.server.http.sockets import open_port
 

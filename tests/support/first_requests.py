@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 
 from confused_bodies import BASES
-from fake_async_engine import FakeEngine, serving
+from scripted_engine import ScriptedEngine
+from serving import serving
 
 from chairlift.server.app import routes
 
@@ -26,13 +27,14 @@ UPLOAD = (
 
 def main() -> None:
     """Sends a request to each route, and one for a stream to those that take a body."""
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.describe(max_text_len=64, embedding_size=4)
     imported: list[str] = []
     found: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as directory, serving(engine, data_dir=Path(directory)) as (base, _):
         connection = http.client.HTTPConnection(base.removeprefix("http://"), timeout=30)
-        loop = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        workers = [thread.ident for thread in threading.enumerate() if thread.name.startswith("asyncio_")]
+        loop = {thread.ident for thread in threading.enumerate()} - {threading.get_ident(), *workers}
 
         def watch(event: str, arguments: tuple[object, ...]) -> None:
             if event == "import" and threading.get_ident() in loop:

@@ -1,4 +1,4 @@
-"""A whole server around a fake engine, in a process of its own, on the port of argument 1.
+"""A whole server around a scripted engine, in a process of its own, on the port of argument 1.
 
 Argument 2 is its shutdown timeout, argument 3 how its engine fares: see `_engine`. SIGUSR1 releases "paused" requests.
 """
@@ -10,7 +10,8 @@ import sys
 import time
 from argparse import Namespace
 
-from fake_async_engine import MODEL, FakeEngine
+from scripted_engine import ScriptedEngine
+from serving import MODEL
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound
@@ -22,19 +23,25 @@ from chairlift.server.model import ServedModel
 from chairlift.server.tiers import ServiceTiers
 
 
-class Startable(FakeEngine):
+class Startable(ScriptedEngine):
     """An engine that dies of a prompt, and can be started again; `loads` says how that goes."""
 
     def __init__(self, loads: str) -> None:
         super().__init__()
-        self.alive = self.ready = False
         self.loads = loads
-        self.starts = 0
         self.may_start = False
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, setattr, self, "may_start", True)
+        ended = self.one.ended
 
-    async def start(self, since: float | None = None) -> None:
-        self.starts += 1
+        async def broken() -> None:
+            await ended()
+            raise RuntimeError("a bug in the server")
+
+        if loads == "broken":
+            self.one.ended = broken
+        for number, name in ((signal.SIGUSR1, "released"), (signal.SIGUSR2, "may_start")):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, self, name, True)
+
+    async def before_start(self) -> None:
         while self.loads == "never":
             await asyncio.sleep(1)
         while self.loads == "waiting" and self.starts > 1 and not self.may_start:
@@ -43,13 +50,6 @@ class Startable(FakeEngine):
             raise ModelNotFound("there is no such model any more")
         if self.loads == "badly" or (self.loads == "limping" and self.starts == 2):
             raise ModelNotFound("there is no such model")
-        self.alive = self.ready = True
-        self.end.clear()
-
-    async def ended(self) -> None:
-        await super().ended()
-        if self.loads == "broken":
-            raise RuntimeError("a bug in the server")
 
 
 def _counting():
@@ -81,8 +81,6 @@ def _engine(loads: str):
 async def main(port: int, shutdown_timeout: float, loads: str) -> int:
     engine_keeper.restart_delay = lambda failures: failures / 100
     engine = _engine(loads)
-    if isinstance(engine, FakeEngine):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, engine, "released", True)
     server = supervisor.Supervisor([ServedModel(MODEL, engine)], ServerConfig(shutdown_timeout=shutdown_timeout), Keys(), ServiceTiers())
     return await server.run(open_port("127.0.0.1", port), asyncio.create_task(engine.start()))
 

@@ -92,14 +92,15 @@ class AsyncLiveSequence(HeldSequence):
         sequence stays as it was. Errors as in `AsyncEngine.generate`.
         """
         with self.generating() as prompt:
-            return await self._run(prompt, self._params(params), self.own_scheduling(scheduling))
+            return await self._run(prompt.tolist(), self._params(params), self.own_scheduling(scheduling))
 
     async def stream(
         self, params: SamplingParams | None = None, *, scheduling: Scheduling | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, in increments. If the iterator is closed early, the sequence stays as it was."""
         with self.generating() as prompt:
-            stream = await self._engine.prepare(prompt, self._params(params), self.own_scheduling(scheduling), sequence=self, checked=True)
+            params, scheduling = self._params(params), self.own_scheduling(scheduling)
+            stream = await self._engine.prepare(prompt.tolist(), params, scheduling, sequence=self, checked=True)
             async with aclosing(self._engine.run(stream)) as outputs:
                 async for output in outputs:
                     yield output
@@ -118,7 +119,7 @@ class AsyncLiveSequence(HeldSequence):
     def _params(self, given: SamplingParams | None) -> SamplingParams:
         return self.params(self._engine.default_params() if given is None else given)
 
-    async def _run(self, prompt: list[int], params: SamplingParams, scheduling: Scheduling) -> RequestOutput:
+    async def _run(self, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling) -> RequestOutput:
         stream = await self._engine.prepare(prompt, params, scheduling, sequence=self, whole=True, checked=True)
         (output,) = await self._engine.collect(stream)
         return output

@@ -6,7 +6,7 @@ from array import array
 import httpx
 import pytest
 from caching_engine import END, CachingEngine, PairTokenizer
-from fake_async_engine import MODEL, serving
+from serving import MODEL, serving
 
 from chairlift.chat.tools.hermes import Hermes
 from chairlift.server.chat.exact_history import anchor_of, before_stop, exact_tokens
@@ -28,7 +28,8 @@ def served():
 @pytest.fixture
 def engine(served):
     engine, _, service = served
-    engine.cached, engine.prompts, service.exact_history = {}, [], True
+    engine.cached += 1
+    engine.prompts, service.exact_history = [], True
     engine.tokenizer.thinks = False
     return engine
 

@@ -1,5 +1,6 @@
 import pytest
-from fake_async_engine import MODEL, answer
+from scripted_engine import answer, word_token
+from serving import MODEL
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.errors import InvalidRequest
@@ -124,13 +125,13 @@ def test_log_probabilities_have_openai_s_shape(client):
     [choice] = client.chat.completions.create(**request, logprobs=True, top_logprobs=2).choices
     assert len(choice.logprobs.content) == 2
     first = choice.logprobs.content[0]
-    assert (first.token, first.logprob, first.bytes) == ("\x01", -0.75, [1])
+    assert (first.token, first.logprob, first.bytes) == ("one ", -0.75, list(b"one "))
     assert [(top.token, top.logprob, top.bytes) for top in first.top_logprobs] == [("x", -0.25, [120]), ("y", -0.5, [121])]
     chunks = list(client.chat.completions.create(**request, logprobs=True, stream=True))
     reported = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
-    assert [(entry.token, entry.top_logprobs) for entry in reported] == [("\x01", [])] * 2
+    assert [(entry.token, entry.top_logprobs) for entry in reported] == [("one ", []), ("two ", [])]
     [choice] = client.chat.completions.create(**request, extra_body={"logprobs": True, "return_tokens_as_token_ids": True}).choices
-    assert choice.logprobs.content[0].token == "token_id:1"
+    assert choice.logprobs.content[0].token == f"token_id:{word_token('one ')}"
 
 
 def test_a_piece_that_is_no_text_shows_its_bytes(client, engine):

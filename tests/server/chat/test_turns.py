@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 from caching_engine import CachingEngine, PairTokenizer
-from fake_async_engine import MODEL, serving
+from serving import MODEL, serving, serving_models
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.scheduling import BACKGROUND
@@ -95,15 +95,14 @@ def served():
 
 
 def serving_two(engine, other):
-    from fake_async_engine import serving_models
-
     return serving_models([ServedModel(MODEL, engine), ServedModel("other", other)])
 
 
 @pytest.fixture
 def session(served):
     engine, http, service = served
-    engine.answers, engine.cached = [FIRST, SECOND], {}
+    engine.answers = [FIRST, SECOND]
+    engine.cached += 1
     engine.tokenizer.cut, engine.tokenizer.thinks = None, False
     service.exact_history = True
     return begun(engine, http)
@@ -192,11 +191,11 @@ def cut(session):
 
 
 def evict(session):
-    session.engine.cached.clear()
+    session.engine.cached += 1
 
 
 def restart(session):
-    session.engine.cached.clear()
+    session.engine.cached += 1
     session.engine.replicas[0].restarts += 1
 
 
@@ -241,10 +240,10 @@ def test_what_broke_the_prefix_is_named(session, breaks, reason, field, _):
 
 def test_whom_blocks_were_evicted_for_is_reported(served, session):
     _, http, _ = served
-    session.engine.evicted_for = {"same_tenant": 16, "other_tenant": 48}
+    session.engine.shown = {"timeline": {"evicted_for": {"same_tenant": 16, "other_tenant": 48}}}
     evict(session)
     explanation = session.third(**{"x-session-id": "s"})
-    session.engine.evicted_for = {}
+    session.engine.shown = {}
     assert explanation["cache_miss"]["evicted_for"] == {"same_tenant": 16, "other_tenant": 48}
     assert "engine's cache (for sessions of other tenants and another session of this tenant)." in explanation["summary"]
     metrics = http.get("/metrics").text
@@ -252,9 +251,9 @@ def test_whom_blocks_were_evicted_for_is_reported(served, session):
 
 
 def test_a_state_that_is_not_there_is_named(session):
-    session.engine.lost_hits = 64
+    session.engine.shown = {"timeline": {"lost_hit_tokens": 64}}
     miss = session.third()["cache_miss"]
-    session.engine.lost_hits = 0
+    session.engine.shown = {}
     assert (miss["reason"], miss["missed_tokens"]) == ("no_recurrent_state", 64)
 
 
@@ -270,7 +269,7 @@ def test_a_prompt_that_is_sent_again_misses_no_block_of_its_last_token():
 def test_without_a_prefix_cache_nothing_is_missed(session):
     plain, engine = session.engine.config, session.engine
     engine.config = replace(plain, enable_prefix_caching=False)
-    engine.cached.clear()
+    engine.cached += 1
     explanation = session.third()
     engine.config = plain
     assert "cache_miss" not in explanation
@@ -279,7 +278,7 @@ def test_without_a_prefix_cache_nothing_is_missed(session):
 @pytest.mark.parametrize("fields", [{"priority": BACKGROUND}, {"truncate_prompt_tokens": -1}, {"prompt_logprobs": 1}])
 def test_what_is_no_turn(session, fields):
     session.body |= fields
-    session.engine.cached.clear()
+    session.engine.cached += 1
     assert "cache_miss" not in session.third(**{"x-session-id": "s"})
 
 
@@ -317,7 +316,8 @@ def test_reasoning_that_the_client_drops_is_named(served, session, explicit):
 def test_an_answer_that_tokenizes_differently_is_named_without_exact_history(served):
     engine, http, service = served
     service.exact_history = False
-    engine.answers, engine.cached = [f"Rather another thing. {LONG}", f"\n<tool_call>{CALL}</tool_call>"], {}
+    engine.answers = [f"Rather another thing. {LONG}", f"\n<tool_call>{CALL}</tool_call>"]
+    engine.cached += 1
     body = conversation()
     body["messages"].append(returned(say(http, body)))
     body["messages"].append({"role": "user", "content": "And then?"})
@@ -333,7 +333,8 @@ def test_the_tokens_of_a_stop_string_are_not_missed(served):
     engine, http, service = served
     service.exact_history = True
     said = "Thought: rather this, then."
-    engine.answers, engine.cached = [f"{said}\nObservation: the other thing"], {}
+    engine.answers = [f"{said}\nObservation: the other thing"]
+    engine.cached += 1
     body = conversation() | {"stop": ["\nObservation"]}
     # Blocks end at the stop string, which has a block of its own.
     body["messages"][1]["content"] += "." * (-(_length(http, body) + len(said)) % 16)
@@ -361,7 +362,8 @@ def anthropic(body, **fields):
 
 def test_anthropics_diagnostics(served):
     engine, http, _ = served
-    engine.answers, engine.cached = ["A first answer."], {}
+    engine.answers = ["A first answer."]
+    engine.cached += 1
     body = conversation()
 
     def ask(previous, **fields):
@@ -374,7 +376,7 @@ def test_anthropics_diagnostics(served):
     second, nothing = ask(first)
     assert nothing is None
     assert ask("msg_unknown")[1] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    engine.cached.clear()
+    engine.cached += 1
     assert ask(second)[1] is None  # the requests do not differ
     for change, kind in ((description, "tools_changed"), (edit(0, "Be terse."), "system_changed"), (edit(1, "Hi"), "messages_changed")):
         kept = deepcopy(body)
@@ -395,7 +397,8 @@ def test_anthropics_diagnostics_begin_a_stream(served):
 
 def test_openais_diagnostics(served):
     engine, http, _ = served
-    engine.answers, engine.cached = ["A first answer."], {}
+    engine.answers = ["A first answer."]
+    engine.cached += 1
     request = {"model": MODEL, "instructions": f"You are terse. {LONG}", "input": f"Hello. {LONG}", "max_output_tokens": 20}
     first = http.post("/v1/responses", json=request).json()
     assert "prompt_cache_diagnostics" not in first
@@ -409,7 +412,7 @@ def test_openais_diagnostics(served):
     counts = {"cache_missed_tokens": 64, "comparison_reusable_tokens": 64}
     assert compare(first["id"], instructions="Be terse.") == {"type": "cache_miss", "reason": "input_changed", **counts}
     assert compare(first["id"], reasoning={"effort": "low"})["reason"] == "reasoning_effort_changed"
-    engine.cached.clear()
+    engine.cached += 1
     assert compare(first["id"]) == {"type": "unavailable"}
 
 
@@ -422,7 +425,7 @@ def test_chat_streams_end_with_the_diagnostics(served):
 
 def test_misses_are_counted_by_reason(served, session):
     _, http, service = served
-    session.engine.cached.clear()
+    session.engine.cached += 1
     session.engine.replicas[0].restarts += 1
 
     def counts():
@@ -488,7 +491,8 @@ def test_the_engine_learns_where_the_users_turn_ends_before_calls_of_tools(serve
     engine, http, _ = served
     monkeypatch.setattr(engine.tokenizer, "template", ChatTemplate({"default": source}, {}))
     for recurrent in (True, False):
-        engine.answers, engine.cached = [FIRST, SECOND], {}
+        engine.answers = [FIRST, SECOND]
+        engine.cached += 1
         engine.describe(recurrent=recurrent)
         begun(engine, http)
         ends = [one.user_turn_end for one in engine.scheduled[-2:]]

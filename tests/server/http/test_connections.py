@@ -11,8 +11,9 @@ import ssl
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving, wait_until
 from fake_server import own_process, status
+from scripted_engine import ScriptedEngine
+from serving import serving, wait_until
 
 from chairlift.server import supervisor
 from chairlift.server.errors import ApiError
@@ -103,10 +104,10 @@ def closed(sock):
 
 
 def test_idle_connections_make_room_for_others(eight):
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine) as (base, service), contextlib.ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=base, timeout=30))
-        stream = stack.enter_context(client.stream("POST", "/v1/completions", json={"prompt": "paused", "max_tokens": 9, "stream": True}))
+        stream = stack.enter_context(client.stream("POST", "/v1/completions", json={"prompt": "paused", "max_tokens": 999, "stream": True}))
         opened = [stack.enter_context(connected(base)) for _ in range(4)]
         for number in range(40):
             opened.append(stack.enter_context(connected(base)))
@@ -121,9 +122,9 @@ def test_idle_connections_make_room_for_others(eight):
 
 
 def test_connections_whose_requests_are_answered_stay(eight):
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine) as (base, _), contextlib.ExitStack() as stack:
-        body = {"prompt": "paused", "max_tokens": 9, "stream": True}
+        body = {"prompt": "paused", "max_tokens": 999, "stream": True}
         streams = [stack.enter_context(httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=30)) for _ in range(8)]
         with connected(base) as sock:
             got = closed(sock)
@@ -137,11 +138,11 @@ def test_connections_whose_requests_are_answered_stay(eight):
 
 def test_a_connection_that_is_refused_before_its_handshake_gets_no_plain_text(eight, certificate):
     cert, key = certificate
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     trusted = ssl.create_default_context(cafile=cert)
     with serving(engine, ssl_certfile=cert, ssl_keyfile=key) as (base, _), contextlib.ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=base, timeout=30, verify=trusted))
-        body = {"prompt": "paused", "max_tokens": 9, "stream": True}
+        body = {"prompt": "paused", "max_tokens": 999, "stream": True}
         for _ in range(8):
             stack.enter_context(client.stream("POST", "/v1/completions", json=body))
         with connected(base) as sock:
@@ -152,7 +153,7 @@ def test_a_connection_that_is_refused_before_its_handshake_gets_no_plain_text(ei
 def test_connections_without_a_handshake_are_idle(eight, certificate):
     cert, key = certificate
     trusted = ssl.create_default_context(cafile=cert)
-    with serving(FakeEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _), contextlib.ExitStack() as stack:
+    with serving(ScriptedEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _), contextlib.ExitStack() as stack:
         for _ in range(30):
             silent = stack.enter_context(connected(base))
             assert httpx.get(f"{base}/live", verify=trusted).status_code == 200
@@ -165,7 +166,7 @@ def test_connections_without_a_handshake_are_idle(eight, certificate):
 def test_a_handshake_that_never_ends_is_cut(monkeypatch, certificate):
     monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.2)
     cert, key = certificate
-    with serving(FakeEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _), connected(base) as sock:
+    with serving(ScriptedEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _), connected(base) as sock:
         assert closed(sock) == b""
 
 
@@ -258,7 +259,7 @@ def test_uploads_that_are_in_memory_make_room_for_others(monkeypatch, tmp_path):
     head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=B\r\ncontent-length: 900000\r\n\r\n"
     part = b'--B\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n' + b"x" * 60_000
     data = {"data_dir": str(tmp_path / "data"), "max_body_size": 100_000}
-    with serving(FakeEngine(), **data) as (base, service), contextlib.ExitStack() as stack:
+    with serving(ScriptedEngine(), **data) as (base, service), contextlib.ExitStack() as stack:
         opened = []
         for _ in range(12):
             opened.append(stack.enter_context(connected(base)))
@@ -275,7 +276,7 @@ def test_uploads_that_are_in_memory_make_room_for_others(monkeypatch, tmp_path):
 def test_half_bodies_make_room_for_others(monkeypatch):
     monkeypatch.setattr("chairlift.server.app.MAX_BODIES_BYTES", 400_000)
     monkeypatch.setattr("chairlift.server.http.body.BODY_TIMEOUT", 1000)
-    with serving(FakeEngine(), max_body_size=100_000) as (base, service), contextlib.ExitStack() as stack:
+    with serving(ScriptedEngine(), max_body_size=100_000) as (base, service), contextlib.ExitStack() as stack:
         opened = []
         for _ in range(12):
             opened.append(stack.enter_context(connected(base)))

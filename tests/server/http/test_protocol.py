@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving, wait_until
+from scripted_engine import ScriptedEngine
+from serving import serving, wait_until
 
 from chairlift.errors import InvalidSetting
 from chairlift.server.http import connections
@@ -108,18 +109,18 @@ def test_headers_have_a_size(base, http):
     assert protocol.HEADER_BYTES * connections.MAX_CONNECTIONS <= 256 << 20
 
 
-def test_a_stream_that_nobody_reads_is_cut(monkeypatch, base, server, engine):
+def test_a_stream_that_nobody_reads_is_cut(monkeypatch):
     monkeypatch.setattr(protocol, "STALL_SECONDS", 0.3)
-    engine.describe(max_model_len=10_000_000)
+    engine = ScriptedEngine(max_model_len=1 << 20, num_kv_blocks=1 << 16)
     body = json.dumps({"prompt": "word" * 1000, "max_tokens": 1_000_000, "stream": True}).encode()
-    with connected(base, SO_RCVBUF=4096) as sock:
+    with serving(engine) as (base, service), connected(base, SO_RCVBUF=4096) as sock:
         sock.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % len(body) + body
         )
         wait_until(lambda: engine.left_early == 1)
-    assert engine.finished == 0
-    wait_until(lambda: server[1].open == server[1].admission.open == 0)
+        assert engine.finished == 0
+        wait_until(lambda: service.open == service.admission.open == 0)
 
 
 class Clock:
@@ -296,7 +297,7 @@ def test_a_body_in_chunks_of_usual_sizes_is_read(base, length, size):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
 def test_401_reaches_a_client_that_is_still_sending(path):
-    with serving(FakeEngine(), "sk-1") as (base, _):
+    with serving(ScriptedEngine(), "sk-1") as (base, _):
         head = HEAD.replace(b"/v1/completions", path.encode()) + b"content-length: %d\r\n\r\n" % LARGE
         with sending(base, head, b" " * LARGE) as sock:
             got = b""
@@ -322,7 +323,7 @@ def test_a_client_that_does_not_stop_sending_is_cut(monkeypatch, base):
 
 
 def test_a_server_that_ends_does_not_wait_for_a_client_that_is_still_sending():
-    with serving(FakeEngine()) as (base, _):
+    with serving(ScriptedEngine()) as (base, _):
         sock = connected(base)
         sock.sendall(HEAD + b"content-length: 1000000000\r\n\r\n")
         assert sock.recv(12) == b"HTTP/1.1 413"
@@ -331,7 +332,7 @@ def test_a_server_that_ends_does_not_wait_for_a_client_that_is_still_sending():
 
 
 def test_the_limit_of_a_body_is_a_flag():
-    with serving(FakeEngine(), max_body_size=100) as (base, _), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine(), max_body_size=100) as (base, _), httpx.Client(base_url=base) as http:
 
         def ask(length):
             body = json.dumps({"prompt": "a", "max_tokens": 1, "user": ""})
@@ -343,7 +344,7 @@ def test_the_limit_of_a_body_is_a_flag():
         assert "100 bytes" in ask(101).json()["error"]["message"]
         pieces = http.post("/v1/completions", content=iter([b" " * 60] * 2), headers={"content-type": "application/json"})
         assert pieces.status_code == 413
-    with serving(FakeEngine(), max_body_size=16 << 20) as (base, _):
+    with serving(ScriptedEngine(), max_body_size=16 << 20) as (base, _):
         body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * (3 << 20)})
         assert httpx.post(f"{base}/v1/completions", content=body, headers={"content-type": "application/json"}).status_code == 200
 
@@ -352,7 +353,7 @@ def test_https(certificate):
     cert, key = certificate
     check_certificate(cert, key)
     trusted = ssl.create_default_context(cafile=cert)
-    with serving(FakeEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _):
+    with serving(ScriptedEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _):
         assert base.startswith("https://")
         with httpx.Client(base_url=base, verify=trusted) as http:
             assert http.get("/live").status_code == 200

@@ -1,7 +1,8 @@
 import httpx
 import openai
 import pytest
-from fake_async_engine import MODEL, FakeEngine, serving
+from scripted_engine import ScriptedEngine
+from serving import MODEL, serving, wait_until
 
 import chairlift
 
@@ -10,7 +11,7 @@ KEY = "sk-schlüssel"
 
 @pytest.fixture(scope="module")
 def locked():
-    with serving(FakeEngine(), KEY) as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine(), KEY) as (base, _), httpx.Client(base_url=base) as client:
         yield client
 
 
@@ -37,12 +38,12 @@ def test_probes_need_no_key(locked, path, given):
 
 
 def test_metrics_without_a_key_by_flag():
-    with serving(FakeEngine(), KEY, public_metrics=True) as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine(), KEY, public_metrics=True) as (base, _), httpx.Client(base_url=base) as client:
         assert "chairlift_" in client.get("/metrics").text
         assert client.get("/metrics/").status_code == 200
         assert [client.get(path).status_code for path in ("/v1/models", "/dashboard/data", "/version")] == [401] * 3
     # Without keys the flag opens nothing: a web page of somebody else's is still kept out.
-    with serving(FakeEngine(), public_metrics=True) as (base, _):
+    with serving(ScriptedEngine(), public_metrics=True) as (base, _):
         assert httpx.get(f"{base}/metrics", headers={"host": "evil.example"}).status_code == 403
         assert httpx.get(f"{base}/metrics").status_code == 200
 
@@ -69,7 +70,7 @@ def test_two_keys_are_none(locked):
 
 
 def test_a_key_says_whose_request_it_is():
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine, "alice=sk-1,bob=sk-2,sk-3") as (base, _), httpx.Client(base_url=base) as client:
 
         def ask(key, **headers):
@@ -87,7 +88,7 @@ def bearer(key, tenant=None):
 
 
 def test_an_unnamed_key_beside_named_ones_may_not_name_their_tenants():
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine, "alice=sk-1,sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as client:
         body = {"prompt": "a", "max_tokens": 1}
         opened = client.post("/v1/sequences", json={"prompt": "a"}, headers=bearer("sk-1")).json()
@@ -112,20 +113,20 @@ def test_the_owner_of_a_server_is_its_operator_and_a_tenant_is_not():
     def sees_all(client, **headers):
         return "chairlift_num_requests_running" in client.get("/metrics", headers=headers).text
 
-    with serving(FakeEngine()) as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine()) as (base, _), httpx.Client(base_url=base) as client:
         assert (sees_all(client), sees_all(client, **{"x-tenant-id": "bob"})) == (True, False)
     for keys in ("sk-1", "sk-1,sk-2"):
-        with serving(FakeEngine(), keys) as (base, _), httpx.Client(base_url=base) as client:
+        with serving(ScriptedEngine(), keys) as (base, _), httpx.Client(base_url=base) as client:
             assert (sees_all(client, **bearer("sk-1")), sees_all(client, **bearer("sk-1", "bob"))) == (True, False)
-    with serving(FakeEngine(), "sk-1", operator_key="sk-2") as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine(), "sk-1", operator_key="sk-2") as (base, _), httpx.Client(base_url=base) as client:
         assert (sees_all(client, **bearer("sk-1")), sees_all(client, **bearer("sk-2")), sees_all(client, **bearer("sk-2", "bob"))) == (
             False,
             True,
             False,
         )
-    with serving(FakeEngine(), "bob=sk-1,sk-2") as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine(), "bob=sk-1,sk-2") as (base, _), httpx.Client(base_url=base) as client:
         assert (sees_all(client, **bearer("sk-1")), sees_all(client, **bearer("sk-2"))) == (False, False)
-    with serving(FakeEngine(), "bob=sk-1", public_metrics=True) as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine(), "bob=sk-1", public_metrics=True) as (base, _), httpx.Client(base_url=base) as client:
         assert sees_all(client)
 
 
@@ -173,7 +174,7 @@ def test_no_web_page_of_others_reaches_a_server_without_a_key(http, locked, head
 
 
 def test_a_server_for_the_network_answers_to_any_name():
-    with serving(FakeEngine(), host="0.0.0.0") as (base, _):
+    with serving(ScriptedEngine(), host="0.0.0.0") as (base, _):
         assert httpx.get(f"{base}/v1/models", headers={"host": "llm.example"}).status_code == 200
 
 
@@ -183,7 +184,7 @@ ASKED = {"origin": PAGE, "access-control-request-method": "POST", "access-contro
 
 @pytest.mark.parametrize("allowed", [(PAGE, "http://localhost:3000"), ("*",)])
 def test_web_pages_that_are_allowed(allowed):
-    with serving(FakeEngine(), "sk-1", cors_allow_origins=allowed) as (base, _), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine(), "sk-1", cors_allow_origins=allowed) as (base, _), httpx.Client(base_url=base) as http:
         leave = http.options("/v1/completions", headers=ASKED)  # browsers send no key with this
         assert leave.status_code == 200
         assert leave.headers["access-control-allow-origin"] in (PAGE, "*")
@@ -200,7 +201,7 @@ def test_web_pages_that_are_allowed(allowed):
 
 def test_allowed_web_pages_reach_a_private_network():
     asked = {**ASKED, "access-control-request-private-network": "true"}
-    with serving(FakeEngine(), cors_allow_origins=(PAGE,)) as (base, _), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine(), cors_allow_origins=(PAGE,)) as (base, _), httpx.Client(base_url=base) as http:
         leave = http.options("/v1/completions", headers=asked)
         names = ("access-control-allow-origin", "access-control-allow-private-network")
         assert (leave.status_code, *(leave.headers[name] for name in names)) == (200, PAGE, "true")
@@ -210,7 +211,7 @@ def test_allowed_web_pages_reach_a_private_network():
 
 
 def test_web_pages_that_are_allowed_need_no_key_where_there_is_none():
-    with serving(FakeEngine(), cors_allow_origins=(PAGE,)) as (base, _), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine(), cors_allow_origins=(PAGE,)) as (base, _), httpx.Client(base_url=base) as http:
         assert http.get("/v1/models", headers={"origin": PAGE}).status_code == 200
         assert http.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
         assert http.get("/v1/models", headers={"origin": PAGE, "host": "evil.example"}).status_code == 403
@@ -286,9 +287,11 @@ def test_probes_follow_the_engine(http, server, engine):
     assert probes(http) == [200, 200, 200, 200]
     engine.stop()
     assert probes(http) == [200, 503, 503, 503]
-    engine.alive = True
+    engine.gated, restarting = True, engine.restart()
+    wait_until(lambda: engine.alive)
     assert probes(http) == [200, 503, 503, 503]
-    engine.ready = True
+    engine.gated = False
+    restarting.result()
     server[1].default.lifecycle.ready()
     assert probes(http) == [200, 200, 200, 200]
     server[1].default.lifecycle.drain()

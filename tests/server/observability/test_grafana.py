@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from fake_async_engine import FakeEngine, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
+from scripted_engine import ScriptedEngine
+from serving import serving, wait_until
 
 BOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "chairlift.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
@@ -35,7 +36,7 @@ def working(base, engine, http):
 
 @pytest.fixture
 def scraped():
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine) as (base, _), httpx.Client() as http:
         working(base, engine, http)
         yield base, engine, http

@@ -3,7 +3,8 @@ import logging
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving
+from scripted_engine import ScriptedEngine
+from serving import serving
 
 from chairlift.cli import main
 from chairlift.server.observability.logs import JsonFormatter, redact_query
@@ -29,7 +30,7 @@ def lines():
 
 
 def test_every_line_about_a_request_has_its_id_and_none_has_its_prompt(lines):
-    with serving(FakeEngine()) as (base, _), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine()) as (base, _), httpx.Client(base_url=base) as http:
         http.post("/v1/completions", json={"prompt": "a secret bug", "max_tokens": 5}, headers={"x-request-id": "first"})
         answer = http.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 2})
         http.get("/v1/nowhere", headers={"x-request-id": "third"})
@@ -47,7 +48,7 @@ def test_every_line_about_a_request_has_its_id_and_none_has_its_prompt(lines):
 
 
 def test_a_refused_request_has_its_id_in_the_log_too(lines):
-    with serving(FakeEngine(), "sk-1") as (base, _):
+    with serving(ScriptedEngine(), "sk-1") as (base, _):
         httpx.get(base + "/v1/models", headers={"x-request-id": "stranger"})
     assert [(line["request_id"], line["status"]) for line in lines if line["logger"] == "uvicorn.access"] == [("stranger", 401)]
 

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, FakeEngine, serving, timeline, wait_until
 from local_server import Handler, local_server
+from scripted_engine import ScriptedEngine
+from serving import MODEL, serving, timeline, wait_until
 
 from chairlift.errors import EngineDead
 from chairlift.server.config import ServerConfig
@@ -111,7 +112,7 @@ def test_a_request_that_never_ran_and_one_that_goes_on():
 
 def test_requests_are_traced_under_their_callers_trace_however_they_end(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # milliseconds between two exports
-    with receiver() as (url, spans), serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
+    with receiver() as (url, spans), serving(ScriptedEngine()) as (base, service), httpx.Client(base_url=base) as http:
         service.traces = Traces(url)
 
         def traced():
@@ -136,7 +137,7 @@ def test_requests_are_traced_under_their_callers_trace_however_they_end(monkeypa
 
 
 def test_an_engine_that_has_ended_costs_the_trace_alone():
-    class Ended(FakeEngine):
+    class Ended(ScriptedEngine):
         async def explain(self, request_id):
             raise EngineDead("it ended")
 

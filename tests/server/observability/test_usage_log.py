@@ -7,7 +7,8 @@ import time
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, FakeEngine, serving, timeline, wait_until
+from scripted_engine import ScriptedEngine
+from serving import MODEL, serving, timeline, wait_until
 
 from chairlift.cli.main import main
 from chairlift.errors import InvalidSetting
@@ -27,7 +28,7 @@ def write(directory, *batches, engine=None):
     async def run():
         log = UsageLog(str(directory))
         for timelines in batches:
-            await log.write_ended(engine or FakeEngine(), LABELS, timelines)
+            await log.write_ended(engine or ScriptedEngine(), LABELS, timelines)
         await log.close()
 
     asyncio.run(run())
@@ -70,7 +71,7 @@ def test_a_record_has_the_energy_where_there_is_a_meter(tmp_path, capsys):
 
 
 def test_a_record_names_the_tenants_that_its_request_was_preempted_for(tmp_path):
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.others = [timeline(tag=7, tenant="bob"), timeline(tag=8, tenant="carol"), timeline(tag=9, tenant="dave")]
     [record] = write(tmp_path, [timeline(preemptions=2, preempted_by=(7, 8))], engine=engine)
     assert record["preempted_by"] == ["bob", "carol"]
@@ -102,7 +103,7 @@ def test_an_incomplete_line_of_an_earlier_run_spoils_no_other(tmp_path):
 
 async def _append(directory):
     log = UsageLog(str(directory))
-    await log.write_ended(FakeEngine(), LABELS, [timeline()])
+    await log.write_ended(ScriptedEngine(), LABELS, [timeline()])
     await log.close()
     return 1
 
@@ -133,12 +134,12 @@ def test_a_full_disk_is_logged_and_the_next_record_is_whole_again(tmp_path, monk
 async def _two(directory):
     log = UsageLog(str(directory))
     for _ in range(2):
-        await log.write_ended(FakeEngine(), LABELS, [timeline()])
+        await log.write_ended(ScriptedEngine(), LABELS, [timeline()])
     await log.close()
 
 
 def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_none(tmp_path):
-    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine()) as (base, service), httpx.Client(base_url=base) as http:
         service.usage_log = UsageLog(str(tmp_path))
         with http.stream("POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 1000, "stream": True}) as reply:
             next(reply.iter_lines())
@@ -149,7 +150,7 @@ def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_non
 
 
 def test_a_generation_has_a_record_although_its_sequence_was_dropped_meanwhile(tmp_path):
-    with serving(FakeEngine()) as (base, service), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine()) as (base, service), httpx.Client(base_url=base) as http:
         service.usage_log = UsageLog(str(tmp_path))
         url = f"/v1/sequences/{http.post('/v1/sequences', json={'prompt': 'slow'}).json()['id']}"
         assert len(records(tmp_path)) == 1  # the prompt was computed

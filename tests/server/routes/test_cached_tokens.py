@@ -1,14 +1,14 @@
 """The number of cached tokens in answers: a tenant is told only of those that its own requests used before."""
 
 import json
-from dataclasses import replace
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving
+from scripted_engine import CACHED, ScriptedEngine
+from serving import serving
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-PROMPT = {"prompt": "a b", "max_tokens": 2}
+PROMPT = {"prompt": "a b c", "max_tokens": 2}
 
 
 def openai_usage(usage):
@@ -33,7 +33,9 @@ ANSWERS = [
 
 @pytest.fixture(scope="module")
 def keyed():
-    with serving(FakeEngine(), "alice=sk-1,sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as http:
+    engine = ScriptedEngine()
+    engine.shown = CACHED
+    with serving(engine, "alice=sk-1,sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as http:
         yield http
 
 
@@ -96,12 +98,12 @@ def test_several_answers_and_prompts_write_each_prompt_once(keyed):
 
 
 def test_without_a_prefix_cache_nothing_is_written():
-    engine = FakeEngine()
-    engine.config = replace(engine.config, enable_prefix_caching=False)
-    with serving(engine) as (base, _):
+    with serving(ScriptedEngine(enable_prefix_caching=False)) as (base, _):
         assert written(httpx.post(f"{base}/v1/completions", json=LONG_BODIES["/v1/completions"]).json()["usage"]) == 0
 
 
 def test_without_keys_the_owner_is_told_of_all():
-    with serving(FakeEngine()) as (base, _):
+    engine = ScriptedEngine()
+    engine.shown = CACHED
+    with serving(engine) as (base, _):
         assert openai_usage(httpx.post(f"{base}/v1/completions", json=PROMPT).json()["usage"]) == 3

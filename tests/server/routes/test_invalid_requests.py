@@ -6,7 +6,8 @@ import threading
 
 import httpx
 import pytest
-from fake_async_engine import MODEL, FakeEngine, answer, serving, wait_until
+from scripted_engine import ScriptedEngine, answer
+from serving import MODEL, serving, wait_until
 
 pytestmark = pytest.mark.shared_server
 
@@ -42,7 +43,7 @@ FIELDS = [
     *[("model", value) for value in (7, ["a"], {})],
     *[
         ("prompt", value)
-        for value in ("", None, [], [[]], {}, 7, [True], [1.0], [-1], [256], [2**40], [[[1]]], [[1], "a"], ["a", 1], ["a", ""])
+        for value in ("", None, [], [[]], {}, 7, [True], [1.0], [-1], [65536], [2**40], [[[1]]], [[1], "a"], ["a", 1], ["a", ""])
     ],
     *[("prompt", value) for value in (["a"] * 257, "a " * 3000)],
     *[("max_tokens", value) for value in (0, -1, "10", True, 1.5, 2**31, 10**30)],
@@ -73,7 +74,7 @@ FIELDS = [
     *[(name, value) for name in ("echo", "add_special_tokens", "metrics", "skip_special_tokens") for value in (1, "x")],
     *[("min_tokens", value) for value in (-1, 5, 2**31, "3", True)],
     *[("truncate_prompt_tokens", value) for value in (0, -5, 2**31, "5")],
-    *[("allowed_token_ids", value) for value in ([], [256], [-1], ["1"], [True], 1, list(range(200)) * 6)],
+    *[("allowed_token_ids", value) for value in ([], [65536], [-1], ["1"], [True], 1, list(range(200)) * 6)],
     *[("bad_words", value) for value in ("a", [""], [1], ["a"] * 129, ["a" * 1025], ["a" * 1000] * 5)],
     *[("request_id", value) for value in ("", "a b", "x" * 129, 7)],
     *[("prompt_embeds", "gASV"), ("suffix", "x"), ("use_beam_search", True), ("length_penalty", 0.5)],
@@ -209,7 +210,7 @@ def test_a_body_without_a_type_is_json_unless_a_browser_sent_it(http, path):
 
 
 def test_no_page_of_another_site_sends_a_body_without_a_type_to_a_server_for_the_network():
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine, host="0.0.0.0") as (base, _):  # it accepts any host, and has no key that a page would lack
         for origin in ("https://evil.example", "null"):
             assert httpx.post(f"{base}{COMPLETIONS}", content=json.dumps(ONE), headers={"origin": origin}).status_code == 415

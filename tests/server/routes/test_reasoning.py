@@ -4,9 +4,9 @@ import json
 
 import anthropic
 import pytest
-from fake_async_engine import MODEL
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from serving import MODEL
 
 from chairlift.chat.reasoning import ReasoningTokens
 from chairlift.chat_template import ChatTemplate
@@ -125,7 +125,7 @@ def test_gpt_oss_writes_channels(client, engine):
 
 
 def test_control_tokens_that_mark_reasoning_reach_the_parser(client, engine):
-    engine.tokenizer.control_texts = ("<think>", "</think>", "EOS")  # the fake engine sends three characters at a time
+    engine.tokenizer.control_texts = ("<think>", "</think>", "EOS")  # the engine sends three characters at a time
     message = client.chat.completions.create(**request_body("<think>abEOS</think>bEOS")).choices[0].message
     assert (message.reasoning, message.content) == ("ab", "b")
     assert not engine.seen[-1].skip_special_tokens
@@ -134,11 +134,11 @@ def test_control_tokens_that_mark_reasoning_reach_the_parser(client, engine):
 def test_the_tokens_of_reasoning_are_counted(client, http, monkeypatch):
     monkeypatch.setattr(ReasoningTokens, "count", lambda self, tokens: len(tokens))
     usage = client.chat.completions.create(**request_body("<think>abc", n=2)).usage
-    assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == 8
+    assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == 10
     body = {"model": MODEL, "input": "SAY:<think>abc"}
-    assert http.post("/v1/responses", json=body).json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+    assert http.post("/v1/responses", json=body).json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
     message = http.post("/v1/messages", json=request_body("<think>abc", max_tokens=9)).json()
-    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
+    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 5}
 
 
 def test_a_schema_begins_after_the_reasoning(client, engine):

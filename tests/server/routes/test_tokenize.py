@@ -1,6 +1,6 @@
 import openai
 import pytest
-from fake_async_engine import MODEL
+from serving import MODEL
 
 pytestmark = pytest.mark.shared_server
 
@@ -37,7 +37,7 @@ def test_a_conversation_becomes_what_the_model_would_be_given(http, client):
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [256]}, "tokens"),
+        ("/detokenize", {"tokens": [65536]}, "tokens"),
         ("/detokenize", {"tokens": [1] * ((1 << 18) + 1)}, "tokens"),
     ],
 )
@@ -51,7 +51,7 @@ def test_clients_that_tokenize_themselves_find_what_they_need(http):
     info = http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<eos>"
     assert info["chat_template"]
-    assert info["vocab_size"] == 256
+    assert info["vocab_size"] == 65536
 
 
 def test_models_are_listed_and_found_by_name(http, client):

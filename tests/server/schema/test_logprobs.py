@@ -1,13 +1,13 @@
 import math
 
 import pytest
-from fake_async_engine import FakeTokenizer
+from scripted_engine import WordTokenizer
 
 from chairlift.outputs import TokenLogprobs
 from chairlift.server.schema.logprobs import CompletionLogprobs, prompt_logprobs_json, text_offsets
 
 
-class Vocabulary(FakeTokenizer):
+class Vocabulary(WordTokenizer):
     """Tokens are places in a list of pieces, as a SentencePiece model might have them."""
 
     strips_first_space = True
@@ -34,10 +34,10 @@ def test_where_tokens_begin_in_their_text(tokens, text, offsets):
 
 def test_what_json_cannot_say_is_very_unlikely():
     never = TokenLogprobs(97, -math.inf, 256, ((98, -0.5), (99, -math.inf)))
-    columns = CompletionLogprobs(FakeTokenizer(), 2, False).json([97], [never], [0])
+    columns = CompletionLogprobs(WordTokenizer(), 2, False).json([97], [never], [0])
     assert columns["token_logprobs"] == [-9999.0]
     assert columns["top_logprobs"] == [{"b": -0.5, "c": -9999.0, "a": -9999.0}]
-    reported = list(prompt_logprobs_json(FakeTokenizer(), [None, never], 1))
+    reported = list(prompt_logprobs_json(WordTokenizer(), [None, never], 1))
     assert reported == [
         None,
         {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}, "97": {"logprob": -9999.0, "rank": 256, "decoded_token": "a"}},

@@ -4,9 +4,9 @@ import json
 
 import anthropic
 import pytest
-from fake_async_engine import MODEL
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from serving import MODEL
 
 from chairlift.chat.tools.custom import CustomCalls
 from chairlift.chat.tools.parser import ToolCallDelta

@@ -4,8 +4,9 @@ import anthropic
 import pytest
 from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from cpu_cost import cost
-from fake_async_engine import MODEL, answer
 from pydantic import TypeAdapter
+from scripted_engine import CACHED, answer
+from serving import MODEL
 
 from chairlift.chat.answer import Delta
 from chairlift.chat.tools.parser import ToolCallDelta
@@ -40,7 +41,8 @@ def says(monkeypatch):
     return say
 
 
-def test_a_whole_answer_has_anthropic_s_shape(http):
+def test_a_whole_answer_has_anthropic_s_shape(http, engine):
+    engine.shown = CACHED
     body = http.post("/v1/messages", json={**ONE, "system": "be brief", "stop_sequences": ["never"]}).json()
     answered = TypeAdapter(Message).validate_python(body, strict=True)
     assert answered.content[0].text == answer("be brief one two", 4)
@@ -86,7 +88,8 @@ def test_a_stream_tells_the_whole_story(http):
     assert reported[-2]["usage"]["output_tokens"] == 4
 
 
-def test_the_anthropic_client_creates_streams_and_counts(claude):
+def test_the_anthropic_client_creates_streams_and_counts(claude, engine):
+    engine.shown = CACHED
     assert claude.messages.create(**ONE).content[0].text == answer("one two", 4)
     with claude.messages.stream(**ONE) as stream:
         assert "".join(stream.text_stream) == answer("one two", 4)
@@ -258,7 +261,8 @@ def test_text_that_may_be_more_than_the_billing_header_is_kept(http, engine, sys
     assert "cch=1" in engine.tokenizer.rendered[-1][0][0]["content"]
 
 
-def test_a_stream_begins_and_ends_with_the_same_counts_of_the_prompt(http):
+def test_a_stream_begins_and_ends_with_the_same_counts_of_the_prompt(http, engine):
+    engine.shown = CACHED
     said = {**ONE, "messages": [{"role": "user", "content": "word " * 10}], "stream": True}  # 49 tokens: three blocks of 16 and one more
     events = [json.loads(event.partition("data: ")[2]) for event in http.post("/v1/messages", json=said).text.strip().split("\n\n")]
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")

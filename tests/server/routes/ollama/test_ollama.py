@@ -6,7 +6,8 @@ import re
 
 import ollama
 import pytest
-from fake_async_engine import MODEL, answer
+from scripted_engine import answer
+from serving import MODEL
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.engine.engine_info import EngineInfo
@@ -155,7 +156,7 @@ def test_the_model_is_described(llama, http):
 
 
 def test_what_is_not_known_before_the_first_start_is_empty(http, engine, server, monkeypatch):
-    monkeypatch.setattr(engine, "info", EngineInfo())
+    monkeypatch.setattr(engine, "_info", EngineInfo())
     [listed] = http.get("/api/tags").json()["models"]
     assert (listed["size"], listed["details"]["families"], listed["details"]["family"]) == (0, [], "")
     assert re.fullmatch("[0-9a-f]{64}", listed["digest"])  # `ollama list` shows the first 12 digits, and fails if there are fewer
@@ -164,10 +165,10 @@ def test_what_is_not_known_before_the_first_start_is_empty(http, engine, server,
 
 
 def test_memory_of_a_device_is_told(http, engine):
-    before = engine.info
+    before = engine.info.decisions
     engine.describe(decisions=[["device", "cuda", "there is one"]])
     [running] = http.get("/api/ps").json()["models"]
-    engine.info = before
+    engine.describe(decisions=before)
     assert running["size_vram"] == running["size"]
 
 

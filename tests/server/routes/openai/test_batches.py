@@ -8,7 +8,8 @@ import time
 import httpx
 import openai
 import pytest
-from fake_async_engine import MODEL, FakeEngine, serving, wait_until
+from scripted_engine import ScriptedEngine
+from serving import MODEL, serving, wait_until
 
 from chairlift.errors import QueueFull
 from chairlift.scheduling import BACKGROUND
@@ -24,7 +25,7 @@ KEYS = "alice=a,bob=b"
 
 @pytest.fixture
 def engine():
-    return FakeEngine()
+    return ScriptedEngine()
 
 
 @pytest.fixture
@@ -497,13 +498,13 @@ def test_faulty_batches_are_refused(server, alice, fields, message):
 
 def test_a_restart_goes_on_where_it_was(tmp_path):
     settings = {"data_dir": str(tmp_path / "data")}
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine, **settings) as (base, _), client_of(base, "any") as client:
         batch = start(client, *(line(f"{number}") for number in range(300)), *(line(f"h{number}", prompt="held") for number in range(20)))
         kept = upload(client, "x").id
         wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 300)
     (tmp_path / "data" / "files" / "file-1.part").write_bytes(b"half of an upload")
-    again = FakeEngine()
+    again = ScriptedEngine()
     with serving(again, **settings) as (base, _), client_of(base, "any") as client:
         assert client.files.content(kept).content == b"x"
         again.released = True
@@ -515,7 +516,7 @@ def test_a_restart_goes_on_where_it_was(tmp_path):
 
 
 def test_without_a_data_directory_the_routes_name_the_flag():
-    with serving(FakeEngine()) as (base, _), client_of(base, "any") as client:
+    with serving(ScriptedEngine()) as (base, _), client_of(base, "any") as client:
         for call in (client.files.list, client.batches.list, lambda: upload(client, "x"), lambda: client.batches.retrieve("x")):
             with pytest.raises(openai.BadRequestError, match="--data-dir"):
                 call()

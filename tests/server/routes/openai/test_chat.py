@@ -2,9 +2,10 @@ import json
 
 import openai
 import pytest
-from fake_async_engine import MODEL, answer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
+from scripted_engine import CACHED, answer
+from serving import MODEL
 
 USER = [{"role": "user", "content": "one two three"}]
 
@@ -15,7 +16,8 @@ def events(response):
     return [None if one == "[DONE]" else json.loads(one) for one in data]
 
 
-def test_a_whole_answer_has_openai_s_shape(http):
+def test_a_whole_answer_has_openai_s_shape(http, engine):
+    engine.shown = CACHED
     body = http.post("/v1/chat/completions", json={"model": MODEL, "messages": USER, "max_tokens": 4}).json()
     answered = TypeAdapter(ChatCompletion).validate_python(body, strict=True)
     assert answered.id.startswith("chatcmpl-")
@@ -35,7 +37,8 @@ def test_a_whole_answer_has_openai_s_shape(http):
     assert answered.usage.prompt_tokens_details.cached_tokens == 3
 
 
-def test_usage_has_the_tokens_that_speculative_decoding_proposed(http):
+def test_usage_has_the_tokens_that_speculative_decoding_proposed(http, engine):
+    engine.shown = {"timeline": {"draft_tokens": 5, "accepted_draft_tokens": 2}}
     body = {"messages": [{"role": "user", "content": "drafted"}], "max_tokens": 4, "n": 2}
     usage = http.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 6}

@@ -3,11 +3,13 @@ import json
 
 import openai
 import pytest
-from fake_async_engine import MODEL, answer
 from openai.types import Completion
 from pydantic import TypeAdapter
+from scripted_engine import answer, word_token
+from serving import MODEL
 
 from chairlift.errors import EngineDead
+from chairlift.outputs import Timing
 from chairlift.server import generation
 
 
@@ -57,7 +59,7 @@ def test_prompts_are_text_or_tokens_or_lists_of_either(client, prompt, texts, st
 
 
 def test_one_failing_prompt_ends_its_request_and_the_others_of_it(http, engine):
-    response = http.post("/v1/completions", json={"prompt": ["paused a", "boom", "paused b"], "max_tokens": 9})
+    response = http.post("/v1/completions", json={"prompt": ["paused a", "boom", "paused b"], "max_tokens": 99})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "request_failed"
     assert engine.left_early == engine.started == 3
@@ -88,9 +90,9 @@ def test_logprobs_are_four_columns(http):
     body = http.post("/v1/completions", json={"prompt": "ab c", "max_tokens": 2, "logprobs": 1}).json()
     TypeAdapter(Completion).validate_python(body, strict=True)
     assert body["choices"][0]["logprobs"] == {
-        "tokens": ["\x01", "\x01"],
+        "tokens": ["ab ", "c "],
         "token_logprobs": [-0.75, -0.75],
-        "top_logprobs": [{"x": -0.25, "\x01": -0.75}] * 2,  # the token itself is there, likely or not
+        "top_logprobs": [{"x": -0.25, "ab ": -0.75}, {"x": -0.25, "c ": -0.75}],  # the token itself is there, likely or not
         "text_offset": [0, 3],
     }
 
@@ -101,9 +103,9 @@ def test_as_harnesses_score_an_answer_to_a_prompt(http):
     [choice] = http.post("/v1/completions", json=requested).json()["choices"]
     assert choice["text"] == "abcabc "
     logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == ["a", "b", "c", "\x01"]
+    assert logprobs["tokens"] == ["a", "b", "c", "abc "]
     assert logprobs["token_logprobs"] == [None, -0.75, -0.75, -0.75]
-    assert logprobs["top_logprobs"] == [None, {"x": -0.25, "b": -0.75}, {"x": -0.25, "c": -0.75}, {"x": -0.25, "\x01": -0.75}]
+    assert logprobs["top_logprobs"] == [None, {"x": -0.25, "b": -0.75}, {"x": -0.25, "c": -0.75}, {"x": -0.25, "abc ": -0.75}]
     assert logprobs["text_offset"] == [0, 1, 2, 3]
 
 
@@ -157,7 +159,7 @@ def test_prompt_logprobs_are_in_vllm_s_shape(http):
 def test_tokens_can_be_told_by_their_ids(http):
     requested = {"prompt": "ab", "max_tokens": 1, "logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
     logprobs = http.post("/v1/completions", json=requested).json()["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["token_id:97", "token_id:98", "token_id:1"]
+    assert logprobs["tokens"] == ["token_id:97", "token_id:98", f"token_id:{word_token('ab ')}"]
     assert logprobs["top_logprobs"][1] == {"token_id:120": -0.25, "token_id:98": -0.75}
 
 
@@ -171,7 +173,8 @@ def test_the_end_of_a_prompt_can_do(http):
 @pytest.mark.parametrize(
     ("stream", "options"), [(False, {"metrics": True}), (True, {"metrics": True}), (True, {"stream_options": {"include_metrics": True}})]
 )
-def test_timings_come_at_the_end_if_asked_for(http, options, stream):
+def test_timings_come_at_the_end_if_asked_for(http, engine, options, stream):
+    engine.shown = {"timing": Timing(0.001, 0.001, 0.002, 0.003)}
     response = http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "stream": stream, **options})
     reported = events(response)[-2] if stream else response.json()
     assert reported["metrics"]["time_to_first_token_ms"] == 2.0
@@ -189,7 +192,7 @@ def test_the_energy_comes_in_usage_if_asked_for(http, engine, stream):
 
     assert energy() == {"joules": None, "method": None}  # no meter
     engine.describe(energy_method="powercap")
-    engine.energy_joules = 0.5
+    engine.shown = {"timeline": {"energy_joules": 0.5}}
     assert energy() == {"joules": 2.0, "method": "powercap"}
 
 

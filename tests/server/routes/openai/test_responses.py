@@ -1,11 +1,11 @@
 import json
-from dataclasses import replace
 
 import openai
 import pytest
-from fake_async_engine import MODEL, answer
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
+from scripted_engine import CACHED, answer
+from serving import MODEL
 
 from chairlift.chat.answer import Delta
 from chairlift.chat.tools.parser import ToolCallDelta
@@ -49,7 +49,8 @@ def says(monkeypatch):
     return say
 
 
-def test_a_whole_answer_has_openai_s_shape(http):
+def test_a_whole_answer_has_openai_s_shape(http, engine):
+    engine.shown = CACHED
     requested = {"model": MODEL, "input": "one two", "max_output_tokens": 3, "instructions": "be brief", "metadata": {"a": "b"}}
     body = http.post("/v1/responses", json=requested).json()
     answered = RESPONSE.validate_python(body)
@@ -62,7 +63,7 @@ def test_a_whole_answer_has_openai_s_shape(http):
 
 
 def test_a_response_tells_the_sampling_that_was_used(http, engine, monkeypatch):
-    monkeypatch.setattr(engine, "info", replace(engine.info, default_sampling={"temperature": 0.25}))
+    engine.describe(default_sampling={"temperature": 0.25})
     asked = {"input": "one", "max_output_tokens": 1, "stream": True}
     too_long = {**asked, "input": "a " * 3000}
     for body, used in ((asked, (0.25, 1.0)), ({**asked, "temperature": 0.0, "top_p": 0.5}, (0.0, 0.5)), (too_long, (0.25, 1.0))):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving, serving_models, wait_until
 from rich.console import Console
+from scripted_engine import CACHED, ScriptedEngine, ScriptedProcess
+from serving import serving, serving_models, timeline, wait_until
 
 from chairlift.cli import top
-from chairlift.engine.replica import Replica
 from chairlift.engine.stats import COUNTERS, Stats
 from chairlift.server.cache_miss import CacheMiss, MissReason
 from chairlift.server.lifecycle import ModelState
@@ -40,11 +40,19 @@ STEP = {"planned_us": 4_000_000, "slots": " dp-", "tokens": 7, "waiting": 1, "ad
 CELLS = struct.pack("<8I", 0, 1, 2, 4, 4, 0, 0, 5)
 
 
-def busy() -> FakeEngine:
+def busy() -> ScriptedEngine:
     """An engine with something to see."""
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.snapshot = {"running": [ROW], "waiting": [WAIT], "steps": [STEP], "kv_map": CELLS, "blocks_per_cell": 1, "now_us": 4_500_000}
     engine.snapshot["names"] = [(129, "cmpl-abc"), (257, "cmpl-def")]
+    engine.looks = 0
+
+    async def take_snapshot():
+        engine.looks += 1
+        steps = [{"step": engine.looks, **step} for step in engine.snapshot["steps"]]
+        return {**engine.snapshot, "steps": steps, "stats": engine.stats().pack()}
+
+    engine.one.take_snapshot = take_snapshot
     engine.counters = {"running": 1, "slots": 4, "waiting": 1, "total_blocks": 8, "free_blocks": 5, "waiting_by_state": {"wait_blocks": 1}}
     engine.counters |= {"steps": 10, "generated_tokens": 40, "tenants": {"bob": {}}, "prefix_queries": 4, "prefix_hits": 1}
     return engine
@@ -161,13 +169,17 @@ def test_a_tier_has_its_requests_its_latencies_and_its_targets(quick):
 
 
 def test_the_numbers_of_a_session_are_those_of_usage_explanations_and_metrics(quick):
-    with serving(FakeEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as http:
+    engine = ScriptedEngine()
+    told = {"states": timeline().states, "compute_seconds": timeline().compute_seconds}
+    engine.shown = CACHED | {"timeline": told | {"draft_tokens": 5, "accepted_draft_tokens": 2}}
+    with serving(engine, "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as http:
         usages, timelines = [], []
         for key, name, n in (("sk-1", "a", 1), ("sk-1", "a", 2), ("sk-2", "a", 1), ("sk-1", None, 1)):
             headers = {"authorization": f"Bearer {key}"} | ({} if name is None else {"x-session-id": name})
             made = http.post("/v1/completions", json={"prompt": "drafted words", "max_tokens": 3, "n": n}, headers=headers).json()
             if (key, name) == ("sk-1", "a"):
                 usages.append(made["usage"])
+                engine.timelines[made["id"]] = [timeline(tenant="alice")] * n
                 timelines.append(http.get(f"/v1/requests/{made['id']}/explain", headers=headers).json()["sequences"])
         state = http.get("/dashboard/data", headers={"authorization": "Bearer sk-3"}).json()
         own = http.get("/dashboard/data", headers={"authorization": "Bearer sk-1"}).json()
@@ -190,7 +202,7 @@ def test_the_numbers_of_a_session_are_those_of_usage_explanations_and_metrics(qu
 
 def test_cache_misses_are_told_by_reason_and_by_session(quick):
     misses = [CacheMiss(MissReason.HISTORY, 200, 500), CacheMiss(MissReason.TOOLS, 300, 500), CacheMiss(MissReason.HISTORY, 250, 500)]
-    with serving(FakeEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, service), httpx.Client(base_url=base) as http:
+    with serving(ScriptedEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, service), httpx.Client(base_url=base) as http:
         counts = service.default.metrics
 
         def read(key):
@@ -279,8 +291,8 @@ def test_the_engine_is_looked_at_only_while_somebody_watches(quick, monkeypatch)
 
 def test_a_server_whose_engine_is_not_there_says_so_at_once():
     engine = busy()
-    engine.ready = False
     with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
+        engine.stop()
         state = http.get("/dashboard/data").json()
     assert (state["ready"], state["running"], engine.looks) == (False, [], 0)
 
@@ -289,11 +301,12 @@ def test_an_old_snapshot_is_not_shown_as_the_present(quick, monkeypatch):
     model = ServedModel("chat", engine := busy())
 
     async def main():
+        await engine.start()
         snapshots = poller.SnapshotPoller(model, engine.replicas[0])
         assert len((await snapshots.state())["running"]) == 1
         monkeypatch.setattr(poller, "IDLE_SECONDS", 0.0)
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
-        engine.ready = False
+        await engine.one.close()
         assert (await snapshots.state())["running"] == []
 
     asyncio.run(main())
@@ -445,11 +458,10 @@ def test_a_browser_draws_the_page(browser, quick, scheme):
 
 
 def test_models_engines_and_tiers_have_a_table_each_where_there_are_several(browser, quick):
-    engine, second = busy(), FakeEngine()
+    engine = busy()
     engine.snapshot["waiting_by_tier"] = {"default": 1}
-    second.counters = {"running": 3, "slots": 4}
-    engine.replicas.append(Replica(1, second))
-    with serving_models([ServedModel("chat", engine), ServedModel("other", FakeEngine())]) as (base, _):
+    engine.add(ScriptedProcess(engine)).engine.stats = lambda: Stats(running=3, slots=4)
+    with serving_models([ServedModel("chat", engine), ServedModel("other", ScriptedEngine())]) as (base, _):
         page = browser.new_page(viewport={"width": 1200, "height": 800})
         page.goto(f"{base}/dashboard")
         page.get_by_role("cell", name="flex").first.wait_for()
@@ -501,9 +513,9 @@ def test_the_key_may_be_in_the_address(browser, quick):
         page.close()
 
 
-def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quick):
+def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quick, monkeypatch):
     engine = busy()
-    with serving(engine) as (base, service):
+    with serving(engine) as (base, _):
         page = browser.new_page()
         page.goto(f"{base}/dashboard")
         page.get_by_text("live", exact=True).wait_for()
@@ -511,9 +523,8 @@ def test_the_page_says_when_the_server_is_gone_and_when_it_is_back(browser, quic
         page.get_by_text("no connection: trying again").wait_for()
         page.unroute("**/dashboard/data*")
         page.get_by_text("live", exact=True).wait_for()
-        engine.stuck = ("run", 12.0)
+        monkeypatch.setattr(ScriptedProcess, "stuck", ("run", 12.0))
         page.get_by_text("the engine has been stuck for 12.0 s at stage run").wait_for()
-        engine.stuck, engine.ready = None, False
-        service.default.lifecycle.engine_ended()
+        engine.stop()
         page.get_by_text("the engine is restarting").wait_for()
         page.close()

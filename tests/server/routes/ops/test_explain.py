@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_async_engine import FakeEngine, serving, timeline, wait_until
+from scripted_engine import ScriptedEngine
+from serving import serving, timeline, wait_until
 
 from chairlift.server import registry
 from chairlift.server.observability.explanation import summary_line, summary_text
@@ -18,8 +19,9 @@ def ask(http, **changes):
     return response.json()["id"], response.headers["x-request-id"]
 
 
-def test_a_request_is_explained_by_either_of_its_names(http):
+def test_a_request_is_explained_by_either_of_its_names(http, engine):
     answer_id, request_id = ask(http)
+    engine.timelines[answer_id] = [timeline()]
     body = http.get(f"/v1/requests/{answer_id}/explain").json()
     assert body.keys() == {"id", "object", "summary", "sequences"}
     assert body["summary"] == (
@@ -75,7 +77,7 @@ def test_the_oldest_are_forgotten(http, server, monkeypatch):
 
 def test_tenants_see_their_own_requests_only():
     readers = {"alice": "sk-1", "bob": "sk-2", "unnamed": "sk-3", "operator": "sk-4"}
-    with serving(FakeEngine(), "alice=sk-1,bob=sk-2,sk-3", operator_key="sk-4") as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine(), "alice=sk-1,bob=sk-2,sk-3", operator_key="sk-4") as (base, _), httpx.Client(base_url=base) as client:
         keys = {name: {"authorization": f"Bearer {key}"} for name, key in readers.items()}
         for owner in ("alice", "unnamed"):
             names = ask(client, headers=keys[owner])
@@ -89,7 +91,7 @@ def test_tenants_see_their_own_requests_only():
 
 
 def test_a_tenants_requests_are_explained_one_after_the_other():
-    class Counting(FakeEngine):
+    class Counting(ScriptedEngine):
         explains, most = 0, 0
 
         async def explain(self, request_id):
@@ -121,7 +123,7 @@ def test_an_explanation_ends_with_its_client():
             events.append("cancelled")
             raise
 
-    with serving(FakeEngine()) as (base, service):
+    with serving(ScriptedEngine()) as (base, service):
         service.explain = explain
         with socket.create_connection(("127.0.0.1", httpx.URL(base).port)) as client:
             client.sendall(b"GET /v1/requests/a/explain HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -130,7 +132,7 @@ def test_an_explanation_ends_with_its_client():
 
 
 def test_a_tenant_cannot_take_the_names_of_anothers_requests():
-    with serving(FakeEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as client:
+    with serving(ScriptedEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as client:
         alice, bob, operator = ({"authorization": f"Bearer sk-{number}"} for number in (1, 2, 3))
         answer_id, _ = ask(client, headers=alice | {"x-request-id": "mine"})
         taken = [ask(client, headers=bob | {"x-request-id": name})[0] for name in ("mine", answer_id)]
@@ -141,7 +143,7 @@ def test_a_tenant_cannot_take_the_names_of_anothers_requests():
 
 def test_a_tenant_is_not_told_which_prompts_others_have_sent():
     """Neither by cached nor by computed tokens, nor by the time that reading the disk took."""
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     with serving(engine, "alice=sk-1", operator_key="sk-2") as (base, _), httpx.Client(base_url=base) as client:
         answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
         states = {"wait_step": 0.25, "read_cache": 0.5, "decode": 0.25}
@@ -251,7 +253,7 @@ def test_a_request_in_one_paragraph(sequences, reported):
 
 
 def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_was():
-    engine = FakeEngine()
+    engine = ScriptedEngine()
     engine.others = [timeline(tag=17, tenant="bob"), timeline(tag=18, tenant="alice"), timeline(tag=19, tenant="unasked")]
     with serving(engine, "alice=sk-1", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as client:
         answer_id, _ = ask(client, headers={"authorization": "Bearer sk-1"})
@@ -271,7 +273,7 @@ def test_an_operator_hears_who_was_in_the_way_and_a_tenant_only_that_somebody_wa
 
 
 def test_a_request_that_is_being_tokenized_is_found_by_those_who_may_ask():
-    engine, tokenizing, finish = FakeEngine(), threading.Event(), threading.Event()
+    engine, tokenizing, finish = ScriptedEngine(), threading.Event(), threading.Event()
 
     def encode(text, *, add_special_tokens=True):
         tokenizing.set()
