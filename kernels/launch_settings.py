@@ -28,7 +28,7 @@ SLACK = 1024
 OLDER_TRITON = 2048
 """Bytes that Triton 3.4 takes besides where products are tcgen05."""
 SPILLS_MORE = tuple(map(int, __version__.split(".")[:2])) < (3, 6)
-"""Whether this Triton needs more registers than later ones for prompts with the widest heads."""
+"""Whether this Triton needs more registers than later ones for prompts with wide heads."""
 
 
 class DeviceLimits(NamedTuple):
@@ -132,10 +132,12 @@ def prefill_settings(shape: HeadShape, limits: DeviceLimits) -> LaunchSettings:
 
 def _spills(shape: HeadShape, limits: DeviceLimits) -> bool:
     """Whether older versions of Triton spill registers for prompts in 16 bits, with as many rows as later ones."""
-    if shape.query_bytes == 4 or max(shape.head_dim, shape.value_dim) <= 256:
+    converted = shape.cache_bytes < shape.query_bytes
+    if shape.query_bytes == 4:
         return False
-    latents = max(shape.head_dim, shape.value_dim) > 512
-    return shape.cache_bytes < shape.query_bytes if latents else limits.capability[0] not in SHARED_OPERANDS
+    if shape.head_dim > 512:
+        return converted
+    return shape.value_dim > (128 if converted else 256) and limits.capability[0] not in SHARED_OPERANDS
 
 
 def chunk_tokens(shape: HeadShape, limits: DeviceLimits) -> int:

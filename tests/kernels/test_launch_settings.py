@@ -58,6 +58,9 @@ def test_heads_that_fit_no_tile_are_refused_in_one_line():
     ("device", "head", "cache_bytes", "rows", "older"),
     [
         ("4090", (4, 512, 512), 2, 64, 32),
+        ("4090", (2, 256, 256), 1, 64, 32),
+        ("4090", (2, 256, 256), 2, 64, 64),
+        ("H100", (2, 256, 256), 1, 128, 128),
         ("4090", (16, 576, 512), 1, 32, 16),
         ("H100", (16, 576, 512), 1, 32, 16),
         # wgmma needs 64 rows.
@@ -66,7 +69,7 @@ def test_heads_that_fit_no_tile_are_refused_in_one_line():
         *((device, (4, 128, 128), 2, 128, 128) for device in DEVICES),
     ],
 )
-def test_prompts_with_the_widest_heads_have_fewer_rows_under_an_older_triton(device, head, cache_bytes, rows, older, monkeypatch):
+def test_prompts_with_wide_heads_have_fewer_rows_under_an_older_triton(device, head, cache_bytes, rows, older, monkeypatch):
     for spills_more, expected in ((False, rows), (True, older)):
         monkeypatch.setattr(launch_settings, "SPILLS_MORE", spills_more)
         found = prefill_settings.__wrapped__(HeadShape(*head, 2, cache_bytes), DEVICES[device])
