@@ -143,7 +143,7 @@ def test_decode(capability, model, dtype, tokens):
     settings = decode_settings(shape(model, dtype, tokens), tokens, limits(capability))
     more = {"partial_out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "SINGLE_TOKEN": tokens == 1}
     found = build(paged_decode._paged_decode_kernel, capability, model, dtype, settings, tokens, **more)
-    check(found, "decode", capability, model, dtype, settings, tokens)
+    check(found, f"decode of {tokens}", capability, model, dtype, settings, tokens)
     if dtype != "fp32":
         assert found.mma
 
