@@ -83,15 +83,21 @@ COMPILE_TESTS := $(addprefix tests/kernels/test_compile_,attention.py layers.py 
 INTERPRETED_TESTS := tests/kernels/test_interpreted.py tests/runner/test_cuda_graphs.py $(addprefix tests/benches/test_,equal_tokens.py gpu_dry.py)
 LAUNCH_TESTS := $(addprefix tests/kernels/test_,cached_launch.py sampling_launch.py compile_watch.py) tests/runner/test_launcher.py
 
-.PHONY: compile-gate
-compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices, interpret all cases of their checks (no GPU needed)
-	COMPILE_GATE=full $(BIN)/python -m pytest $(COMPILE_TESTS) $(INTERPRETED_TESTS) $(ARGS)
-
-.PHONY: compile-sample
-compile-sample: OTHER = $(abspath $(VENV))/triton-$(or $(TRITON),newest)
-compile-sample: $(VENV)/.developing ## compile a sample of them, and launch some, with another Triton (TRITON=3.4.0, by default the newest)
+# Another Triton for these two, beside the installed one.
+OTHER = $(abspath $(VENV))/triton-$(or $(TRITON),newest)
+define OTHER_TRITON
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHER) triton$(TRITON:%===%)
 	PYTHONPATH=$(OTHER) $(BIN)/python -c "import triton; print('Triton', triton.__version__)"
+endef
+
+.PHONY: compile-gate
+compile-gate: $(VENV)/.developing ## compile the GPU kernels for all head sizes, dtypes and devices, interpret all cases of their checks (no GPU needed; TRITON=3.4.0 compiles with that version)
+	$(if $(TRITON),$(OTHER_TRITON))
+	COMPILE_GATE=full $(if $(TRITON),PYTHONPATH=$(OTHER)) $(BIN)/python -m pytest $(COMPILE_TESTS) $(if $(TRITON),,$(INTERPRETED_TESTS)) $(ARGS)
+
+.PHONY: compile-sample
+compile-sample: $(VENV)/.developing ## compile a sample of them, and launch some, with another Triton (TRITON=3.4.0, by default the newest)
+	$(OTHER_TRITON)
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest $(COMPILE_TESTS) $(LAUNCH_TESTS) $(ARGS)
 
 .PHONY: check

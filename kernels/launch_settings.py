@@ -11,14 +11,14 @@ import functools
 from typing import NamedTuple
 
 import torch
-from triton import next_power_of_2
+from triton import __version__, next_power_of_2
 
 from chairlift.kernels.errors import HeadsTooLarge
 
 HOPPER = 9
 """Major compute capability of the devices whose products are wgmma."""
 SHARED_OPERANDS = (HOPPER, 10)
-"""Major compute capabilities of the devices whose products (wgmma, tcgen05) read the tile that they multiply from shared memory."""
+"""Major compute capabilities of the devices whose products in 16 bits (wgmma, tcgen05) read the tile they multiply from shared memory."""
 MIN_KEYS = 16
 """Smallest BLOCK_N: the inner side that `tl.dot` needs."""
 MAX_QUERIES = 16384
@@ -27,6 +27,8 @@ SLACK = 1024
 """Bytes of shared memory for the reductions of a softmax."""
 OLDER_TRITON = 2048
 """Bytes that Triton 3.4 takes besides where products are tcgen05."""
+SPILLS_MORE = tuple(map(int, __version__.split(".")[:2])) < (3, 6)
+"""Whether this Triton needs more registers than later ones for prompts with wide heads."""
 
 
 class DeviceLimits(NamedTuple):
@@ -121,9 +123,21 @@ def prefill_settings(shape: HeadShape, limits: DeviceLimits) -> LaunchSettings:
             keys = MIN_KEYS  # the converted keys and values take registers too
         stages = 3
     if widest > 512:
-        rows = 32  # more queries of latents, beside the output, do not fit into registers
+        rows = min(rows, 32)  # more queries of latents, beside the output, do not fit into registers
+    if SPILLS_MORE and _spills(shape, limits):
+        rows //= 2
     least = int(max(_padded(shape.group), 16))
     return _fitted(shape, LaunchSettings(max(rows, least), keys, 8, stages), least, limits)
+
+
+def _spills(shape: HeadShape, limits: DeviceLimits) -> bool:
+    """Whether older versions of Triton spill registers for prompts in 16 bits, with as many rows as later ones."""
+    converted = shape.cache_bytes < shape.query_bytes
+    if shape.query_bytes == 4:
+        return False
+    if shape.head_dim > 512:
+        return converted
+    return shape.value_dim > (128 if converted else 256) and limits.capability[0] not in SHARED_OPERANDS
 
 
 def chunk_tokens(shape: HeadShape, limits: DeviceLimits) -> int:
@@ -134,7 +148,7 @@ def chunk_tokens(shape: HeadShape, limits: DeviceLimits) -> int:
 def shared_memory(shape: HeadShape, settings: LaunchSettings, capability: tuple[int, int]) -> int:
     """The most bytes of shared memory that Triton takes for a program with these settings."""
     width = _padded(shape.head_dim) + _padded(shape.value_dim)
-    shared = capability[0] in SHARED_OPERANDS
+    shared = capability[0] in SHARED_OPERANDS and shape.query_bytes < 4
     # The tile that is multiplied is in shared memory too, converted if need be. Elsewhere it is in registers.
     buffers = settings.num_stages if shared else max(settings.num_stages - 1, 1)
     query = settings.BLOCK_M * _padded(shape.head_dim) * shape.query_bytes

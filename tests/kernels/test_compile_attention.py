@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from compile_gate import FULL
-from offline import SHARED_MEMORY, VERSION, Compiled, compiled
+from offline import SHARED_MEMORY, VERSION, Compiled, compiled, most_spilled
 
 from chairlift.kernels import launch_settings, paged_combine, paged_decode, paged_prefill
 from chairlift.kernels.launch_settings import DeviceLimits, HeadShape, LaunchSettings, decode_settings, prefill_settings, shared_memory
@@ -114,12 +114,13 @@ def build(kernel: object, capability: int, model: str, dtype: str, settings: Lau
     return compiled(kernel, arguments | more, capability=capability, num_warps=settings.num_warps, num_stages=settings.num_stages)
 
 
-def check(found: Compiled, capability: int, model: str, dtype: str, settings: LaunchSettings, tokens: int = 1) -> None:
+def check(found: Compiled, kernel: str, capability: int, model: str, dtype: str, settings: LaunchSettings, tokens: int = 1) -> None:
     """The kernel launches, keeps to its registers and loads keys and values 16 bytes at a time."""
     assert found.shared_memory <= SHARED_MEMORY[capability]
     # What `launch_settings` counts on, so that no other shape can exceed the device either.
     assert found.shared_memory <= shared_memory(shape(model, dtype, tokens), settings, divmod(capability, 10))
-    assert found.spilled <= (FEW_BYTES if dtype != "fp32" and MODELS[model][3] <= 256 else SOME_BYTES)
+    usual = FEW_BYTES if dtype != "fp32" and MODELS[model][3] <= 256 else SOME_BYTES
+    assert found.spilled <= most_spilled(usual, kernel, capability, model, dtype)
     assert found.loads[16] > 0
     assert set(found.loads) <= {4, 8, 16}
 
@@ -129,7 +130,7 @@ def test_prefill(capability, model, dtype):
     settings = prefill_settings(shape(model, dtype), limits(capability))
     chunk = settings.BLOCK_M // shape(model, dtype).group
     found = build(paged_prefill._paged_prefill_kernel, capability, model, dtype, settings, CHUNK_TOKENS=chunk)
-    check(found, capability, model, dtype, settings)
+    check(found, "prefill", capability, model, dtype, settings)
     if dtype != "fp32":
         # wgmma takes 64 rows, and for latents there are registers for 32.
         wide = capability == 90 and "latents" not in MODELS[model][4]
@@ -142,7 +143,7 @@ def test_decode(capability, model, dtype, tokens):
     settings = decode_settings(shape(model, dtype, tokens), tokens, limits(capability))
     more = {"partial_out_ptr": "*fp32:16", "lse_ptr": "*fp32:16", "SINGLE_TOKEN": tokens == 1}
     found = build(paged_decode._paged_decode_kernel, capability, model, dtype, settings, tokens, **more)
-    check(found, capability, model, dtype, settings, tokens)
+    check(found, f"decode of {tokens}", capability, model, dtype, settings, tokens)
     if dtype != "fp32":
         assert found.mma
 

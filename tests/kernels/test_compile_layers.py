@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 from compile_gate import FULL
-from offline import SHARED_MEMORY, VERSION, Compiled, compiled
+from offline import SHARED_MEMORY, Compiled, compiled, most_spilled
 from triton import next_power_of_2
 
 from chairlift.kernels import (
@@ -136,13 +136,10 @@ def test_rope_write(model, capability, cache):
     made = compiled(rope_write._rope_write_kernel, arguments, capability=capability, num_warps=2)
     assert made.spilled == made.shared_memory == 0
     assert made.registers <= 64
-    # The slot is the one narrow load, and the scale of keys and that of values. Of eight bits, 8 pairs are 8 bytes.
+    # The slot is the one narrow load, and the scale of keys, that of values and either again for the other half. Of eight bits, 8 pairs are
+    # 8 bytes.
     assert set(made.loads) == {16, 4}
-    if cache == "bf16" or VERSION >= (3, 9):
-        assert made.loads[4] == (1 if cache == "bf16" else 5)
-    else:
-        # Older versions make more narrow loads of it: slower, and as right.
-        assert made.loads[4] <= 33
+    assert made.device_loads()[4] == (1 if cache == "bf16" else 4)
     assert set(made.stores) == ({16} if cache == "bf16" else {16, 8})
     if cache == "fp8":
         assert_keeps_nan(made)
@@ -256,7 +253,7 @@ def test_expert_linear(capability, mean, kind):
     arguments |= {"BLOCK_M": settings.BLOCK_M, "BLOCK_N": settings.BLOCK_N, "BLOCK_K": block_k}
     launch = {"num_warps": settings.num_warps, "num_stages": settings.num_stages}
     made = compiled(expert_linear._expert_linear_kernel, arguments, capability=capability, **launch)
-    assert made.spilled == 0
+    assert made.spilled <= most_spilled(0, "expert_linear", capability, mean, kind)
     assert made.shared_memory <= SHARED_MEMORY[capability]
     assert made.loads[16] > 0
     assert made.wgmma or made.mma or "tcgen05.mma" in made.ptx

@@ -2,7 +2,7 @@ import re
 
 import pytest
 from compile_gate import FULL
-from offline import SHARED_MEMORY, compiled
+from offline import SHARED_MEMORY, compiled, most_spilled
 
 from chairlift.kernels.sampling import gumbel, logprobs, penalties, threshold
 
@@ -49,7 +49,7 @@ def test_it_compiles_without_spills_and_loads_logits_sixteen_bytes_at_a_time(nam
         else:
             arguments[argument] = "i32:16" if argument in ("stride", "vocabulary") else "i32"
     found = compiled(kernel, arguments | special, capability=capability, num_warps=warps)
-    assert found.spilled == 0
+    assert found.spilled <= most_spilled(0, name, capability)
     assert found.shared_memory <= SHARED_MEMORY[capability]
     if "block" in special:
         # Each thread's share of a block of logits (of what was said, in penalties), which lies in one place.

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not made for this platform")
 
+from chairlift.kernels import launch_settings
 from chairlift.kernels.launch_settings import DeviceLimits, HeadShape, chunk_tokens, decode_settings, prefill_settings, shared_memory
 
 DEVICES = {
@@ -51,3 +52,29 @@ def test_heads_that_fit_no_tile_are_refused_in_one_line():
         prefill_settings(HeadShape(4, 256, 256, 2, 2), tiny)
     with pytest.raises(ValueError, match=expected):
         decode_settings(HeadShape(4, 256, 256, 2, 2), 1, tiny)
+
+
+@pytest.mark.parametrize(
+    ("device", "head", "cache_bytes", "rows", "older"),
+    [
+        ("4090", (4, 512, 512), 2, 64, 32),
+        ("4090", (2, 256, 256), 1, 64, 32),
+        ("4090", (2, 256, 256), 2, 64, 64),
+        ("H100", (2, 256, 256), 1, 128, 128),
+        ("4090", (16, 576, 512), 1, 32, 16),
+        ("H100", (16, 576, 512), 1, 32, 16),
+        # wgmma needs 64 rows.
+        ("H100", (4, 512, 512), 1, 64, 64),
+        ("A100", (16, 576, 512), 2, 32, 32),
+        *((device, (4, 128, 128), 2, 128, 128) for device in DEVICES),
+    ],
+)
+def test_prompts_with_wide_heads_have_fewer_rows_under_an_older_triton(device, head, cache_bytes, rows, older, monkeypatch):
+    for spills_more, expected in ((False, rows), (True, older)):
+        monkeypatch.setattr(launch_settings, "SPILLS_MORE", spills_more)
+        found = prefill_settings.__wrapped__(HeadShape(*head, 2, cache_bytes), DEVICES[device])
+        assert expected == found.BLOCK_M
+
+
+def test_latents_in_float32_have_few_rows_and_are_read_ahead_on_a_hopper():
+    assert prefill_settings(HeadShape(16, 576, 512, 4, 4), DEVICES["H100"]) == (16, 16, 8, 2)

@@ -28,6 +28,21 @@ VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that a program may have, by compute capability: A100; 3090, A10; 4090, L4; H100; B200; 5090."""
 
+SPILLS: dict[tuple[int, int], dict[tuple[object, ...], int]] = {
+    (3, 6): {("prefill", 90, "gemma-4-full", "bf16, fp8 cache"): 816, ("expert_linear", 120, 0, "mxfp4"): 8},
+    (3, 4): {
+        ("decode of 4", 89, "gemma-2-9b", "bf16, fp8 cache"): 72,
+        ("sum 2", 80): 8,
+        **{("expert_linear", device, mean, "mxfp4"): 8 for device in (86, 89, 120) for mean in (64, 256)},
+    },
+}
+"""Bytes of a thread's stack by version of Triton and variant, where they are more than other versions': slower, and as right."""
+
+
+def most_spilled(usual: int, *variant: object) -> int:
+    """The most bytes that a variant of a kernel may spill: `usual`, or what SPILLS says of this version of Triton."""
+    return SPILLS.get(VERSION, {}).get(variant, usual)
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -50,6 +65,13 @@ class Compiled:
     ttgir: str
     """Triton's own code, after its passes for GPUs."""
     ptx: str
+    cubin: bytes
+
+    def device_loads(self) -> Counter[int]:
+        """`loads` of the device's own code: of several that read the same, ptxas makes one."""
+        widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+        instructions = re.findall(r"\bLDG(?:STS)?\.E[.\w]*", _cuobjdump("--dump-sass", self.cubin))
+        return Counter(next((widths[part] for part in one.split(".") if part in widths), 4) for one in instructions)
 
 
 def compiled(kernel: object, arguments: dict[str, object], *, capability: int = 90, num_warps: int = 4, num_stages: int = 3) -> Compiled:
@@ -66,12 +88,8 @@ def compiled(kernel: object, arguments: dict[str, object], *, capability: int = 
     source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned})
     options = {"num_warps": num_warps, "num_stages": num_stages}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = built.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ptx, cubin = built.asm["ptx"], built.asm["cubin"]
+    usage = _cuobjdump("--dump-resource-usage", cubin)
     return Compiled(
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         spilled=int(re.search(r"STACK:(\d+)", usage)[1]),
@@ -82,7 +100,16 @@ def compiled(kernel: object, arguments: dict[str, object], *, capability: int = 
         stores=_widths("st", ptx),
         ttgir=built.asm["ttgir"],
         ptx=ptx,
+        cubin=cubin,
     )
+
+
+def _cuobjdump(what: str, cubin: bytes) -> str:
+    """What NVIDIA's tool says of compiled code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(CUOBJDUMP), what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _widths(verb: str, ptx: str) -> Counter[int]:
