@@ -1,6 +1,6 @@
 """Agents on Chairlift with and without turns of sessions, on vLLM and on llama.cpp; writes benches/results/agents_serving.md.
 
-    python benches/agents.py agents_small.jsonl.gz [--servers Chairlift vLLM] [--seconds 150]      four minutes for each of 8 runs
+    python benches/agents.py agents_small.jsonl.gz [--servers Chairlift vLLM] [--seconds 240]      five minutes for each of 8 runs
 
 Users run recorded sessions in a closed loop, as `chairlift bench serve --sessions` does, with KV for the same number of tokens on each
 server. The servers are those of `benches/serving.py setup`. Wants the machine for itself.
@@ -48,13 +48,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--kv", nargs="+", choices=PARTS, default=list(PARTS), help="the part of the contexts for which there is KV")
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--state", type=Path, default=HOME, help="where the servers' logs go")
     args = parser.parse_args()
     rows = []
-    for part, share in PARTS.items():
+    for part in args.kv:
         for server in args.servers:
-            tokens = int(WORKING_SET * share) // 256 * 256
+            tokens = int(WORKING_SET * PARTS[part]) // 256 * 256
             peer = SERVERS[server](tokens)
             figures = measure(peer, tokens, gate=False, trace=args.trace, seconds=args.seconds, state=args.state)
             rows.append(row(server, part, figures))

@@ -46,7 +46,7 @@ def llama_cpp(tokens: int) -> Peer:
 def vllm(tokens: int) -> Peer:
     """With its prefix cache, in blocks of 128 tokens."""
     peer = vllm_server(HF, "bfloat16" if HAS_BF16 else "float32", 0.0)
-    flags = ["--enable-prefix-caching", "--max-model-len", str(LONGEST), "--block-size", "128"]
+    flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-model-len", str(LONGEST), "--block-size", "128"]
     peer.command.extend([*flags, "--num-gpu-blocks-override", str(max(tokens, LONGEST + 128) // 128)])
     return peer
 

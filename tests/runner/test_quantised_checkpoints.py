@@ -135,6 +135,12 @@ def test_compressed_tensors_reads_the_same(form, make):
     assert (found - whole.float()).norm() <= 2**-8 * found.norm()
 
 
+def test_torch_refuses_nvfp4_of_modelopt_by_name(make):
+    packed, _ = make("nvfp4 of modelopt")
+    with pytest.raises(UnsupportedModel, match="quantised with modelopt, which transformers does not know"):
+        LLM(str(packed), runner="torch", **SIZES)
+
+
 @pytest.mark.parametrize("form", ["gptq", "gptq, desc_act", "packed, with zeros", "floats by row", "fp8 in blocks", "modelopt"])
 def test_both_back_ends_answer_as_the_model_that_a_checkpoint_stands_for(form, make):
     packed, plain = make(form, "llama-biased" if form.startswith("fp8") else "qwen3")
