@@ -230,6 +230,7 @@ SCALINGS: list[tuple[dict[str, object], int]] = [
     ({"rope_type": "linear", "factor": 3.0}, 64),
     ({"rope_type": "dynamic", "factor": 3.0}, 64),
     ({"rope_type": "dynamic", "factor": 3.0}, 150),
+    ({"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 16}, 150),
     ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 32}, 64),
     ({**YARN, "original_max_position_embeddings": 16}, 64),
     (YARN, 256),
@@ -262,6 +263,28 @@ def test_the_context_follows_the_scaling():
     assert (dynamic.max_position_embeddings, dynamic.longest_context) == (4096, 10240)
     assert dynamic.rope.scaling == Dynamic(2.5, 4096)
     assert (dynamic.depends_on_length, linear.depends_on_length) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, True),
+        ({"hidden_act": "gelu", "hidden_activation": None}, True),
+        ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, True),
+        ({"hidden_act": "gelu", "hidden_activation": "gelu"}, False),
+        ({"hidden_act": "silu"}, False),
+    ],
+)
+def test_gemma_1_names_its_activation_in_the_ways_of_its_published_files(changes, ours):
+    with contextlib.nullcontext() if ours else pytest.raises(NoNativeModel, match="has no code of ours"):
+        assert parse(architectures=["GemmaForCausalLM"], num_key_value_heads=4, **changes).activation == "gelu_tanh"
+
+
+def test_gemma_3_has_no_softcap_of_scores_even_if_its_config_names_one():
+    named = {"num_key_value_heads": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+    for name, cap in (("Gemma2", 5.0), ("Gemma3", None)):
+        config = parse(architectures=[f"{name}ForCausalLM"], **named)
+        assert (config.attention_softcap, config.final_softcap, config.unread) == (cap, 3.0, ())
 
 
 def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):

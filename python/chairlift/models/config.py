@@ -358,14 +358,9 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
 
 def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
     """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
-    name, *known = {
-        "silu": ("hidden_act", "silu", "swish"),
-        "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
-        "relu2": ("mlp_hidden_act" if family.single else "hidden_act", "relu2"),
-    }[family.activation]
-    activation = raw.get(name) or known[0]
-    if activation not in known:
-        raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
+    for name, known in _activations(family).items():
+        if (activation := raw.get(name) or known[0]) not in known:
+            raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
     # "vision" is about tokens of images alone.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision") or raw.get("is_causal") is False:
         raise NoNativeModel("attention to later tokens has no code of ours")
@@ -381,6 +376,17 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
         return parse_quantization(quantization)
     except UnsupportedScheme as reason:
         raise NoNativeModel(str(reason)) from None
+
+
+def _activations(family: Architecture) -> dict[str, tuple[str, ...]]:
+    """Returns the entries that name the activation, with their names of the one that the architecture has."""
+    if family.model_type == "gemma":  # whose published files say gelu, and mean its approximation
+        return {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh",)}
+    return {
+        "silu": {"hidden_act": ("silu", "swish")},
+        "gelu_tanh": {"hidden_activation": ("gelu_pytorch_tanh",)},
+        "relu2": {"mlp_hidden_act" if family.single else "hidden_act": ("relu2",)},
+    }[family.activation]
 
 
 def _check_heads(queries: int, heads: set[tuple[int, int]]) -> None:
@@ -419,11 +425,12 @@ def _inner(raw: dict[str, Any], family: Architecture) -> int:
 
 
 def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, float | None]:
-    """Returns the caps of attention scores and of logits."""
+    """Returns the caps of attention scores and of logits. Later models than Gemma 2 may name one of scores, and have none."""
     if family.softcaps is None:
         return None, None
     scores, logits = family.softcaps
-    return _number(raw, "attn_logit_softcapping", scores), _number(raw, "final_logit_softcapping", logits)
+    cap = _number(raw, "attn_logit_softcapping", scores)
+    return cap if scores else None, _number(raw, "final_logit_softcapping", logits)
 
 
 def _number(raw: dict[str, Any], name: str, default: float | None) -> float | None:
