@@ -60,6 +60,9 @@ def test_rotary_frequencies_do_not_follow_from_the_company(kind, rope):
     assert torch.allclose(logits, expected(prompts[1], 7), rtol=1e-4, atol=1e-4)
 
 
+LLAMA4 = EXPERTS | {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True}
+
+
 def shape(name: str, **changes: object) -> TransformersConfig:
     return TransformersConfig.of(configure(name, **changes), "a test")
 
@@ -88,6 +91,8 @@ def test_what_memory_goes_by_is_found_without_weights():
     ("name", "changes", "message"),
     [
         ("llama4_text", EXPERTS, r"layers of chunked_attention \(supported: full_attention, sliding_attention\)"),
+        ("llama4_text", LLAMA4, "counts the positions of attention by itself"),
+        ("roberta", {"is_decoder": True}, r"counts positions from its padding token's number on \(roberta\.embeddings\), and not from 0"),
         ("minimax", EXPERTS, "layers of linear_attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
         ("mamba", {}, "does not let others compute its attention"),
@@ -174,6 +179,17 @@ def test_the_check_sees_what_is_kept_beside_keys_and_values(dtype):
     # As a convolution over tokens would: each sees the one before it on the token axis.
     ours.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
     with pytest.raises(UnsupportedModel, match="it has state besides keys and values"):
+        checked(ours)
+
+
+def test_the_check_sees_positions_of_another_way_to_count():
+    ours = adopted(build(configure("gpt2")))
+    # As positions that begin after the number of the padding token: they are not used where others are given.
+    decode = ours._decode
+    ours._decode = lambda *, position_ids=None, input_ids, **how: decode(
+        input_ids=input_ids, position_ids=torch.arange(2, 2 + input_ids.shape[1])[None] if position_ids is None else position_ids, **how
+    )
+    with pytest.raises(UnsupportedModel, match="or counts positions in a way of its own"):
         checked(ours)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.errors import UnsupportedModel
@@ -180,8 +181,12 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
     heads: list[int] = []
     specs: list[KvSpec] = []
     called: list[str] = []
+    counted = _Counting(called)
+    paths = {part: path for path, part in model.named_modules()}
 
     def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+        if any(f"{path}.".startswith(f"{paths[module]}.") for path in counted.within):
+            raise UnsupportedModel(f"{name} counts the positions of attention by itself, as if each step were a whole sequence")
         if getattr(module, "layer_idx", None) != len(specs):
             raise UnsupportedModel(f"{name} does not run each of its layers once, in their order")
         others = {argument for argument, given in how.items() if given is not None} - UNDERSTOOD - HARMLESS
@@ -197,10 +202,13 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
         return lambda module, _: called.append(path)
 
     settle(model)
-    hooks = [part.register_forward_pre_hook(noted(path)) for path, part in model.named_modules() if path]
+    if early := next((path for path, part in model.named_modules() if hasattr(part, "create_position_ids_from_input_ids")), None):
+        raise UnsupportedModel(f"{name} counts positions from its padding token's number on ({early}), and not from 0")
+    hooks = [part.register_forward_pre_hook(noted(path)) for part, path in paths.items() if path]
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)
     try:
-        model(input_ids=ids, position_ids=ids, use_cache=False, **{ATTENTION: attend})
+        with counted:
+            model(input_ids=ids, position_ids=ids, use_cache=False, **{ATTENTION: attend})
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -213,6 +221,19 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
     if not isinstance(model.get_submodule(called[0]), PreTrainedModel):
         raise UnsupportedModel(f"{name}: transformers' code for it has no decoder apart from its head")
     return _Found(max(heads), tuple(specs), called[0])
+
+
+class _Counting(TorchFunctionMode):
+    """Notes in `within` which of the modules `called` was entered last when a range of numbers was made."""
+
+    def __init__(self, called: list[str]) -> None:
+        super().__init__()
+        self.called, self.within = called, list[str]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.arange and self.called:
+            self.within.append(self.called[-1])
+        return function(*args, **kwargs or {})
 
 
 def settle(model: PreTrainedModel, longest: int | None = None) -> None:

@@ -109,10 +109,10 @@ class TransformersModel:
         return logits
 
     def reference(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [T, vocabulary] of one whole sequence [T], computed with transformers' attention."""
+        """Returns the logits [T, vocabulary] of one whole sequence [T], computed with transformers' attention and its own positions."""
         self.model.set_attn_implementation("eager")
         try:
-            self._output = self._run(ids, torch.arange(len(ids), device=ids.device))
+            self._output = self._run(ids, None)
         finally:
             self.model.set_attn_implementation(ATTENTION)
         return self.logits(self._output.last_hidden_state[0], torch.arange(len(ids), device=ids.device))
@@ -134,8 +134,9 @@ class TransformersModel:
         finally:
             self.text.sliding_window, self.specs = wide, self.config.kv_specs
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, **more: Any) -> Any:
-        return self._decode(input_ids=ids.long().unsqueeze(0), position_ids=positions.long().unsqueeze(0), use_cache=False, **more)
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor | None, **more: Any) -> Any:
+        given = {} if positions is None else {"position_ids": positions.long().unsqueeze(0)}
+        return self._decode(input_ids=ids.long().unsqueeze(0), use_cache=False, **given, **more)
 
     def _repeat(self, *_: Any, **__: Any) -> Any:
         return self._output
