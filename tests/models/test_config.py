@@ -265,6 +265,27 @@ def test_the_context_follows_the_scaling():
     assert (dynamic.depends_on_length, linear.depends_on_length) == (True, False)
 
 
+def test_queries_keys_and_values_have_biases_where_transformers_has_them():
+    sizes = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts": 4}
+    for name, changes, expected in (
+        ("Glm4Moe", {}, (False, False)),
+        ("Glm4Moe", {"attention_bias": True}, (True, False)),
+        ("Qwen3Moe", {"attention_bias": True}, (True, True)),
+        ("Qwen2", {"attention_bias": False}, (True, False)),
+        ("InternLM3", {"model_type": "internlm3", "qkv_bias": True, "bias": True}, (True, True)),
+        ("Llama", {"qkv_bias": True, "bias": True}, (False, False)),
+    ):
+        config = parse(architectures=[f"{name}ForCausalLM"], **sizes, **changes)
+        assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (*expected, name == "InternLM3")
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
+def test_heads_of_qwen_3_with_experts_have_the_usual_size_if_none_is_named(name):
+    sizes = BASE | {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text = {"text_config": sizes | {"model_type": "qwen3_vl_moe_text"}} if "VL" in name else {}
+    assert ModelConfig.parse(sizes | {"architectures": [name]} | text).head_dim == 64 // 4
+
+
 @pytest.mark.parametrize(
     ("changes", "ours"),
     [
@@ -344,6 +365,8 @@ def test_the_second_layout_of_gptq_has_two_spellings(key):
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, r"low_freq_factor \(4.0\) must be less than"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"model_type": "exaone"}, "the names that exaone gives tensors have no code of ours"),
+        (HYBRID | {"num_key_value_heads": 2, "attention_bias": True}, "biases of gated attention have no code of ours"),
         ({"hidden_act": "gelu"}, "'gelu' has no code of ours"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"quantization_config": ROTATED}, r"transform_config rotates activations \(input, k_cache\), and there is no code for that"),

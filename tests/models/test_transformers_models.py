@@ -107,8 +107,9 @@ def test_what_memory_goes_by_is_found_without_weights():
             {"rope_parameters": LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.2}},
             "scales all positions by the longest sequence",
         ),
-        ("t5", {}, "t5 does not generate text by itself"),
-        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification does not generate text by itself"),
+        ("t5", {}, r"t5 is no decoder that transformers has for model_type t5 \(it has none\), and no encoder of docs"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, r"for model_type llama \(it has LlamaForCausalLM\)"),
+        ("jetmoe", EXPERTS, "cannot be tried before the weights are loaded"),
     ],
 )
 def test_what_would_go_wrong_in_a_paged_cache_is_refused(name, changes, message):
@@ -183,14 +184,16 @@ def test_the_check_sees_what_is_kept_beside_keys_and_values(dtype):
 
 
 def test_the_check_sees_positions_of_another_way_to_count():
-    ours = adopted(build(configure("gpt2")))
-    # As positions that begin after the number of the padding token: they are not used where others are given.
-    decode = ours._decode
-    ours._decode = lambda *, position_ids=None, input_ids, **how: decode(
-        input_ids=input_ids, position_ids=torch.arange(2, 2 + input_ids.shape[1])[None] if position_ids is None else position_ids, **how
-    )
+    model = build(configure("gpt2"))
+    forward = model.transformer.forward
+
+    def later(input_ids, position_ids=None, **how):
+        own = torch.arange(2, 2 + input_ids.shape[1])[None]
+        return forward(input_ids=input_ids, position_ids=own if position_ids is None else position_ids, **how)
+
+    model.transformer.forward = later
     with pytest.raises(UnsupportedModel, match="or counts positions in a way of its own"):
-        checked(ours)
+        checked(adopted(model))
 
 
 def test_the_check_sees_what_is_not_a_number():

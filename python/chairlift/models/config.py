@@ -260,7 +260,7 @@ class ModelConfig(ModelShape):
         recurrence = parse_recurrence(raw, family, layers)
         kinds = (parse_names(raw, "layers_block_type") or []) if family.single else []
         attention, feeds = _parts(kinds, recurrence, layers)
-        bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
+        bias = bool(raw.get("attention_bias", False)) and family.output_bias
         raw = raw | {"max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
         rotated = (latent.rotated,) * 2 if latent else (head_dim, local[1])
         rope, local_rope = parse_ropes(raw, family, rotated)
@@ -279,8 +279,8 @@ class ModelConfig(ModelShape):
             rope=rope,
             local_rope=local_rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
-            qkv_bias=(family.qkv_bias and bool(raw.get("qkv_bias", True))) or bias,
-            output_bias=bias and family.output_bias,
+            qkv_bias=bool(raw.get(*family.qkv_bias)) if family.qkv_bias else bias,
+            output_bias=bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm and bool(raw.get("use_qk_norm", True)),
             whole_norms=family.whole_norms,
@@ -339,8 +339,16 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
         return TransformersConfig.load(directory, str(reason))
 
 
+_RENAMED = ("exaone", "sarvam_moe")
+"""Values of `model_type` of files with the name of an architecture here, in which transformers has renamed the tensors."""
+
+
 def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
+    if raw.get("model_type") in _RENAMED:
+        raise NoNativeModel(f"the names that {raw['model_type']} gives tensors have no code of ours")
+    if raw.get("model_type") == "internlm3":  # which transformers computes as Llama
+        raw = raw | {own: raw[name] for name, own in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")) if name in raw}
     names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
     names = [name for name in names if name != "PeftModelForCausalLM"]  # a merged adapter, whose model_type is that of the base
     for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
@@ -358,7 +366,9 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
 
 def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
     """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
-    for name, known in _activations(family).items():
+    if family.gated_attention and raw.get("attention_bias"):
+        raise NoNativeModel("biases of gated attention have no code of ours")
+    for name, known in family.activations.items():
         if (activation := raw.get(name) or known[0]) not in known:
             raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
     # "vision" is about tokens of images alone.
@@ -376,17 +386,6 @@ def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationS
         return parse_quantization(quantization)
     except UnsupportedScheme as reason:
         raise NoNativeModel(str(reason)) from None
-
-
-def _activations(family: Architecture) -> dict[str, tuple[str, ...]]:
-    """Returns the entries that name the activation, with their names of the one that the architecture has."""
-    if family.model_type == "gemma":  # whose published files say gelu, and mean its approximation
-        return {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh",)}
-    return {
-        "silu": {"hidden_act": ("silu", "swish")},
-        "gelu_tanh": {"hidden_activation": ("gelu_pytorch_tanh",)},
-        "relu2": {"mlp_hidden_act" if family.single else "hidden_act": ("relu2",)},
-    }[family.activation]
 
 
 def _check_heads(queries: int, heads: set[tuple[int, int]]) -> None:

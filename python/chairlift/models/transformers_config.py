@@ -28,6 +28,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Supported layer types. A layer that keeps another state, or hides tokens only by its mask, would silently give wrong results."""
 UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 """Arguments of attention that change its result and that chairlift's attention supports (there is no dropout in inference)."""
+COPIED = {"ExaoneForCausalLM", "SarvamMoEForCausalLM", "SarvamMLAForCausalLM"}
+"""Classes of code that comes with checkpoints, in whose place transformers has a class of another name."""
 HARMLESS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
 """Arguments that reach attention only because a model forwards all of them. They are ignored."""
 PROBE_TOKENS = 3
@@ -77,7 +79,10 @@ class TransformersConfig(ModelShape):
             raise UnsupportedModel(
                 f"{directory} is quantised with {found['quant_method']} ({name}), which transformers cannot read ({reason})"
             )
-        return replace(cls.of(theirs, reason), unread=_unread(read_json(directory), theirs))
+        try:
+            return replace(cls.of(theirs, reason), unread=_unread(read_json(directory), theirs))
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error} ({reason})") from None
 
     @classmethod
     def of(cls, theirs: Any, reason: str) -> TransformersConfig:
@@ -157,10 +162,14 @@ def _architecture(theirs: Any) -> str:
     names = list(theirs.architectures or ())
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), ())
     kinds = {kind.__name__: kind for kind in (found if isinstance(found, tuple) else (found,))}
-    name = next((name for name in names if name in kinds), None if names else next(iter(kinds), None))
+    by_type = not names or not COPIED.isdisjoint(names)
+    name = next((name for name in names if name in kinds), next(iter(kinds), None) if by_type else None)
     if name is None:
-        what = " or ".join(names) or theirs.model_type
-        raise UnsupportedModel(f"{what} does not generate text by itself in transformers, and is no encoder of docs/api/embeddings.md")
+        what, decoders = " or ".join(names) or theirs.model_type, " or ".join(kinds) or "none"
+        raise UnsupportedModel(
+            f"{what} is no decoder that transformers has for model_type {theirs.model_type} (it has {decoders}), "
+            "and no encoder of docs/api/embeddings.md"
+        )
     if not kinds[name]._supports_attention_backend:
         raise UnsupportedModel(f"{name}: transformers' code for it does not let others compute its attention")
     return str(name)
@@ -189,11 +198,7 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
             raise UnsupportedModel(f"{name} counts the positions of attention by itself, as if each step were a whole sequence")
         if getattr(module, "layer_idx", None) != len(specs):
             raise UnsupportedModel(f"{name} does not run each of its layers once, in their order")
-        others = {argument for argument, given in how.items() if given is not None} - UNDERSTOOD - HARMLESS
-        if others:
-            raise UnsupportedModel(f"{name} gives attention {', '.join(sorted(others))}, which ours does not know")
-        if not getattr(module, "is_causal", False) or how.get("is_causal") is False:
-            raise UnsupportedModel(f"{name} looks at later tokens too: its attention is not causal")
+        _check_attention(module, how, name)
         heads.append(query.shape[1])
         specs.append(KvSpec(key.shape[1], key.shape[3], value.shape[3], how.get("sliding_window")))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -212,6 +217,8 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
     except UnsupportedModel:
         raise
     except Exception as error:
+        if "meta" in str(error):  # the device of tensors without memory
+            raise UnsupportedModel(f"{name}: transformers' code for it cannot be tried before the weights are loaded") from None
         raise UnsupportedModel(f"{name}: transformers' code for it does not run: {brief(error)}") from None
     finally:
         for hook in hooks:
@@ -221,6 +228,14 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
     if not isinstance(model.get_submodule(called[0]), PreTrainedModel):
         raise UnsupportedModel(f"{name}: transformers' code for it has no decoder apart from its head")
     return _Found(max(heads), tuple(specs), called[0])
+
+
+def _check_attention(module: torch.nn.Module, how: dict[str, Any], name: str) -> None:
+    """Raises UnsupportedModel if a module asks for attention that chairlift does not compute."""
+    if others := {argument for argument, given in how.items() if given is not None} - UNDERSTOOD - HARMLESS:
+        raise UnsupportedModel(f"{name} gives attention {', '.join(sorted(others))}, which ours does not know")
+    if not getattr(module, "is_causal", False) or how.get("is_causal") is False:
+        raise UnsupportedModel(f"{name} looks at later tokens too: its attention is not causal")
 
 
 class _Counting(TorchFunctionMode):
