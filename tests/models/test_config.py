@@ -272,11 +272,13 @@ def test_queries_keys_and_values_have_biases_where_transformers_has_them():
         ("Glm4Moe", {"attention_bias": True}, (True, False)),
         ("Qwen3Moe", {"attention_bias": True}, (True, True)),
         ("Qwen2", {"attention_bias": False}, (True, False)),
+        ("Phi3", {"attention_bias": True}, (False, False)),
         ("InternLM3", {"model_type": "internlm3", "qkv_bias": True, "bias": True}, (True, True)),
         ("Llama", {"qkv_bias": True, "bias": True}, (False, False)),
     ):
         config = parse(architectures=[f"{name}ForCausalLM"], **sizes, **changes)
         assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (*expected, name == "InternLM3")
+        assert ("bias" in config.unread) == (name == "Llama")
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"])

@@ -88,7 +88,7 @@ def test_random_weights_need_a_config_alone(save, tmp_path):
 def test_weights_of_another_format_are_named(save, tmp_path):
     save("gpt2")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelNotFound, match="holds no \\*.safetensors file: convert the weights to safetensors"):
+    with pytest.raises(ModelNotFound, match=r"holds no \*\.safetensors file: convert the weights to safetensors"):
         LLM(str(tmp_path), **SETTINGS)
 
 

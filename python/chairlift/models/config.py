@@ -237,6 +237,8 @@ class ModelConfig(ModelShape):
 
         Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
         """
+        if raw.get("model_type") == "internlm3":  # Llama, in transformers too, with other names of biases
+            raw = {{"qkv_bias": "attention_bias", "bias": "mlp_bias"}.get(name, name): value for name, value in raw.items()}
         entries, family = _architecture(raw)
         config = cls._parse(text := Entries(entries), family)
         unread = check_entries(text.unread() | unknown_rope(text), experts=config.experts is not None)
@@ -347,8 +349,6 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
     if raw.get("model_type") in _RENAMED:
         raise NoNativeModel(f"the names that {raw['model_type']} gives tensors have no code of ours")
-    if raw.get("model_type") == "internlm3":  # which transformers computes as Llama
-        raw = raw | {own: raw[name] for name, own in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")) if name in raw}
     names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
     names = [name for name in names if name != "PeftModelForCausalLM"]  # a merged adapter, whose model_type is that of the base
     for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:

@@ -80,9 +80,10 @@ class TransformersConfig(ModelShape):
                 f"{directory} is quantised with {found['quant_method']} ({name}), which transformers cannot read ({reason})"
             )
         try:
-            return replace(cls.of(theirs, reason), unread=_unread(read_json(directory), theirs))
+            config = cls.of(theirs, reason)
         except UnsupportedModel as error:
-            raise UnsupportedModel(f"{error} ({reason})") from None
+            raise UnsupportedModel(f"{error}; {reason}") from None
+        return replace(config, unread=_unread(read_json(directory), theirs))
 
     @classmethod
     def of(cls, theirs: Any, reason: str) -> TransformersConfig:
