@@ -107,8 +107,8 @@ def test_what_memory_goes_by_is_found_without_weights():
             {"rope_parameters": LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.2}},
             "scales all positions by the longest sequence",
         ),
-        ("t5", {}, r"t5 is no decoder that transformers has for model_type t5 \(it has none\), and no encoder of docs"),
-        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, r"for model_type llama \(it has LlamaForCausalLM\)"),
+        ("t5", {}, r"t5 is no model of text in transformers \(model_type t5 has none\), and no encoder of docs"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, r"\(model_type llama has LlamaForCausalLM\)"),
         ("jetmoe", EXPERTS, "cannot be tried before the weights are loaded"),
     ],
 )

@@ -168,7 +168,7 @@ def _architecture(theirs: Any) -> str:
     if name is None:
         what, decoders = " or ".join(names) or theirs.model_type, " or ".join(kinds) or "none"
         raise UnsupportedModel(
-            f"{what} is no decoder that transformers has for model_type {theirs.model_type} (it has {decoders}), "
+            f"{what} is no model of text in transformers (model_type {theirs.model_type} has {decoders}), "
             "and no encoder of docs/api/embeddings.md"
         )
     if not kinds[name]._supports_attention_backend:
