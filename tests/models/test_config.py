@@ -230,6 +230,7 @@ SCALINGS: list[tuple[dict[str, object], int]] = [
     ({"rope_type": "linear", "factor": 3.0}, 64),
     ({"rope_type": "dynamic", "factor": 3.0}, 64),
     ({"rope_type": "dynamic", "factor": 3.0}, 150),
+    ({"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 16}, 150),
     ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 32}, 64),
     ({**YARN, "original_max_position_embeddings": 16}, 64),
     (YARN, 256),
@@ -262,6 +263,51 @@ def test_the_context_follows_the_scaling():
     assert (dynamic.max_position_embeddings, dynamic.longest_context) == (4096, 10240)
     assert dynamic.rope.scaling == Dynamic(2.5, 4096)
     assert (dynamic.depends_on_length, linear.depends_on_length) == (True, False)
+
+
+def test_queries_keys_and_values_have_biases_where_transformers_has_them():
+    sizes = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts": 4}
+    for name, changes, expected in (
+        ("Glm4Moe", {}, (False, False)),
+        ("Glm4Moe", {"attention_bias": True}, (True, False)),
+        ("Qwen3Moe", {"attention_bias": True}, (True, True)),
+        ("Qwen2", {"attention_bias": False}, (True, False)),
+        ("Phi3", {"attention_bias": True}, (False, False)),
+        ("InternLM3", {"model_type": "internlm3", "qkv_bias": True, "bias": True}, (True, True)),
+        ("Llama", {"qkv_bias": True, "bias": True}, (False, False)),
+    ):
+        config = parse(architectures=[f"{name}ForCausalLM"], **sizes, **changes)
+        assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (*expected, name == "InternLM3")
+        assert ("bias" in config.unread) == (name == "Llama")
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
+def test_heads_of_qwen_3_with_experts_have_the_usual_size_if_none_is_named(name):
+    sizes = BASE | {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text = {"text_config": sizes | {"model_type": "qwen3_vl_moe_text"}} if "VL" in name else {}
+    assert ModelConfig.parse(sizes | {"architectures": [name]} | text).head_dim == 64 // 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, True),
+        ({"hidden_act": "gelu", "hidden_activation": None}, True),
+        ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, True),
+        ({"hidden_act": "gelu", "hidden_activation": "gelu"}, False),
+        ({"hidden_act": "silu"}, False),
+    ],
+)
+def test_gemma_1_names_its_activation_in_the_ways_of_its_published_files(changes, ours):
+    with contextlib.nullcontext() if ours else pytest.raises(NoNativeModel, match="has no code of ours"):
+        assert parse(architectures=["GemmaForCausalLM"], num_key_value_heads=4, **changes).activation == "gelu_tanh"
+
+
+def test_gemma_3_has_no_softcap_of_scores_even_if_its_config_names_one():
+    named = {"num_key_value_heads": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+    for name, cap in (("Gemma2", 5.0), ("Gemma3", None)):
+        config = parse(architectures=[f"{name}ForCausalLM"], **named)
+        assert (config.attention_softcap, config.final_softcap, config.unread) == (cap, 3.0, ())
 
 
 def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):
@@ -321,6 +367,8 @@ def test_the_second_layout_of_gptq_has_two_spellings(key):
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, r"low_freq_factor \(4.0\) must be less than"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"model_type": "exaone"}, "the names that exaone gives tensors have no code of ours"),
+        (HYBRID | {"num_key_value_heads": 2, "attention_bias": True}, "biases of gated attention have no code of ours"),
         ({"hidden_act": "gelu"}, "'gelu' has no code of ours"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"quantization_config": ROTATED}, r"transform_config rotates activations \(input, k_cache\), and there is no code for that"),

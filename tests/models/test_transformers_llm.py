@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_transformers import EXPERTS, MIXED, YARN, build, configure
 
 from chairlift import LLM, SamplingParams
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models import transformers_model
 from chairlift.models.config import load_shape
 from chairlift.models.transformers_model import TransformersModel
@@ -59,6 +59,10 @@ def code(llm: LLM) -> list[str]:
         ("gpt_oss", EXPERTS | MIXED, "GptOssForCausalLM, in Rust"),
         ("afmoe", EXPERTS | MIXED, "transformers' AfmoeForCausalLM, with paged attention"),
         ("llama", {"rope_parameters": YARN}, "LlamaForCausalLM, in Rust"),
+        # Their tensors keep the names of the code that came with them.
+        ("exaone", {"architectures": ["ExaoneForCausalLM"]}, "transformers' LlamaForCausalLM, with paged attention"),
+        ("exaone", {}, "transformers' LlamaForCausalLM, with paged attention"),
+        ("sarvam_moe", EXPERTS, "transformers' Glm4MoeForCausalLM, with paged attention"),
     ],
 )
 def test_greedy_tokens_are_those_of_generate(name, changes, by, save, tmp_path):
@@ -79,6 +83,13 @@ def test_random_weights_need_a_config_alone(save, tmp_path):
     first, again, other = (llm.generate([[5, 6, 7]], GREEDY)[0].token_ids for llm in llms)
     assert first == again != other
     assert llms[0].info.max_model_len == 64
+
+
+def test_weights_of_another_format_are_named(save, tmp_path):
+    save("gpt2")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match=r"holds no \*\.safetensors file: convert the weights to safetensors"):
+        LLM(str(tmp_path), **SETTINGS)
 
 
 def test_weights_that_are_missing_are_not_made_up(save, tmp_path):

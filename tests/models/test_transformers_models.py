@@ -60,6 +60,9 @@ def test_rotary_frequencies_do_not_follow_from_the_company(kind, rope):
     assert torch.allclose(logits, expected(prompts[1], 7), rtol=1e-4, atol=1e-4)
 
 
+LLAMA4 = EXPERTS | {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True}
+
+
 def shape(name: str, **changes: object) -> TransformersConfig:
     return TransformersConfig.of(configure(name, **changes), "a test")
 
@@ -88,6 +91,8 @@ def test_what_memory_goes_by_is_found_without_weights():
     ("name", "changes", "message"),
     [
         ("llama4_text", EXPERTS, r"layers of chunked_attention \(supported: full_attention, sliding_attention\)"),
+        ("llama4_text", LLAMA4, "counts the positions of attention by itself"),
+        ("roberta", {"is_decoder": True}, r"counts positions from its padding token's number on \(roberta\.embeddings\), and not from 0"),
         ("minimax", EXPERTS, "layers of linear_attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
         ("mamba", {}, "does not let others compute its attention"),
@@ -102,8 +107,9 @@ def test_what_memory_goes_by_is_found_without_weights():
             {"rope_parameters": LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.2}},
             "scales all positions by the longest sequence",
         ),
-        ("t5", {}, "t5 does not generate text by itself"),
-        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification does not generate text by itself"),
+        ("t5", {}, r"t5 is no model of text in transformers \(model_type t5 has none\), and no encoder of docs"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, r"\(model_type llama has LlamaForCausalLM\)"),
+        ("jetmoe", EXPERTS, "cannot be tried before the weights are loaded"),
     ],
 )
 def test_what_would_go_wrong_in_a_paged_cache_is_refused(name, changes, message):
@@ -175,6 +181,19 @@ def test_the_check_sees_what_is_kept_beside_keys_and_values(dtype):
     ours.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
     with pytest.raises(UnsupportedModel, match="it has state besides keys and values"):
         checked(ours)
+
+
+def test_the_check_sees_positions_of_another_way_to_count():
+    model = build(configure("gpt2"))
+    forward = model.transformer.forward
+
+    def later(input_ids, position_ids=None, **how):
+        own = torch.arange(2, 2 + input_ids.shape[1])[None]
+        return forward(input_ids=input_ids, position_ids=own if position_ids is None else position_ids, **how)
+
+    model.transformer.forward = later
+    with pytest.raises(UnsupportedModel, match="or counts positions in a way of its own"):
+        checked(adopted(model))
 
 
 def test_the_check_sees_what_is_not_a_number():

@@ -195,20 +195,20 @@ class Architecture:
 
     `name` is the class name in `architectures` of config.json, `aliases` are names of classes that compute the same, and `models` names
     published models. `text_types` are the values of `model_type` in the `text_config` of the classes `wrappers`, which also read images, or
-    beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone.
-    The default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults
-    of the caps of attention scores and logits; None means that config.json's are not read. `rotary` is the default part of each head that
-    is rotated. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the default of
+    beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone. The
+    default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of
+    the caps of attention scores and logits; None means that config.json's are not read. `rotary` is the default part of each head that is
+    rotated. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the default of
     `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries grow with their position. Every n-th
     layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are
-    listed. `inner` is the key of the MLP's inner size, and `norm_eps` that of the number that norms add to squares. With `whole_norms` the
-    norms of queries and keys are those of all heads together. With `sinks` each head has a score beside those of the keys.
-    `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With
-    `gated_attention` the query projection has gates too, head by head, whose sigmoids multiply the outputs. With a `recurrence` some layers
-    keep a state instead of keys and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as
-    `layers_block_type` or `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent vector. MLPs with the
-    activation relu2 have no gate. With a `mixture` layers have experts, instead of an MLP or beside it, except those that config.json
-    names.
+    listed. `qkv_bias` is the key of whether queries, keys and values alone have biases, and its default. `inner` is the key of the MLP's
+    inner size, and `norm_eps` that of the number that norms add to squares. With `whole_norms` the norms of queries and keys are those of
+    all heads together. With `sinks` each head has a score beside those of the keys. `global_head_dim` is the default size of heads of
+    layers with full attention, and means that layers differ as in Gemma 4. With `gated_attention` the query projection has gates too, head
+    by head, whose sigmoids multiply the outputs. With a `recurrence` some layers keep a state instead of keys and values. A layer of a
+    `single` model is one of attention, a recurrent layer, an MLP and experts, as `layers_block_type` or `hybrid_override_pattern` says. In
+    a `latent` model keys and values are made of a latent vector. MLPs with the activation relu2 have no gate. With a `mixture` layers have
+    experts, instead of an MLP or beside it, except those that config.json names.
     """
 
     name: str
@@ -233,7 +233,7 @@ class Architecture:
 
     projections: Projections = Projections()
     norms: Norms = Norms()
-    qkv_bias: bool = False
+    qkv_bias: tuple[str, bool] | None = None
     output_bias: bool = True
     mlp_bias: bool = False
 
@@ -267,11 +267,22 @@ class Architecture:
     mixture: Mixture | None = None
 
     @property
+    def activations(self) -> Mapping[str, tuple[str, ...]]:
+        """The entries of config.json that name the activation, and their names of the one that the architecture has."""
+        if self.activation == "silu":
+            return {"hidden_act": ("silu", "swish")}
+        if self.activation == "relu2":
+            return {"mlp_hidden_act" if self.single else "hidden_act": ("relu2",)}
+        # Gemma 1's published files say gelu, and mean its approximation.
+        first = {"hidden_act": ("gelu_pytorch_tanh", "gelu")} if self.model_type == "gemma" else {}
+        return {**first, "hidden_activation": ("gelu_pytorch_tanh",)}
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The differences from Llama, in words."""
         named = {
             "fused projections": len(self.projections.qkv) == 1 or (len(self.projections.gate_up) == 1 and self.activation != "relu2"),
-            "biases": self.qkv_bias,
+            "biases": self.qkv_bias is not None,
             "norms of queries and keys": self.qk_norm,
             "norms after blocks": self.post_norms,
             "norms that multiply by 1 + weight": self.norm_offset != 0,

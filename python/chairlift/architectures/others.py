@@ -15,7 +15,7 @@ GLM4 = Architecture(
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
-    qkv_bias=True,
+    qkv_bias=("attention_bias", True),
     partial_rotary=True,
     post_norms=True,
 )

@@ -13,6 +13,7 @@ PHI3 = Architecture(
     ),
     max_positions=4096,
     rms_norm_eps=1e-5,
+    output_bias=False,
     projections=Projections(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     partial_rotary=True,
     windows=Windows.ALL,

@@ -26,7 +26,7 @@ QWEN2 = Architecture(
     gguf=GGUFFormat(names=("qwen2", "qwen2vl"), image_keys=("rope.dimension_sections",)),
     kv_heads=32,
     windows=Windows.SWITCHED,
-    qkv_bias=True,
+    qkv_bias=("qkv_bias", True),
     output_bias=False,
 )
 QWEN3 = Architecture(
@@ -49,7 +49,7 @@ QWEN2_MOE = Architecture(
     models="Qwen1.5-MoE, Qwen2-57B-A14B",
     gguf=GGUFFormat(names=("qwen2moe",)),
     kv_heads=16,
-    qkv_bias=True,
+    qkv_bias=("qkv_bias", True),
     output_bias=False,
     mixture=Mixture(
         shared=SHARED,
@@ -66,7 +66,6 @@ QWEN3_MOE = Architecture(
         image_keys=("rope.dimension_sections", "n_deepstack_layers"),
     ),
     kv_heads=4,
-    head_dim=128,
     qk_norm=True,
     mixture=Mixture(),
 )
@@ -87,6 +86,7 @@ MELLUM = replace(
     model_type="mellum",
     models="Mellum 2",
     gguf=None,
+    head_dim=128,
     theta=500_000.0,
     local_theta=10_000.0,
     windows=Windows.LISTED,

@@ -237,6 +237,8 @@ class ModelConfig(ModelShape):
 
         Raises UnsupportedModel for invalid values, NoNativeModel for a model without native code.
         """
+        if raw.get("model_type") == "internlm3":  # Llama, in transformers too, with other names of biases
+            raw = {{"qkv_bias": "attention_bias", "bias": "mlp_bias"}.get(name, name): value for name, value in raw.items()}
         entries, family = _architecture(raw)
         config = cls._parse(text := Entries(entries), family)
         unread = check_entries(text.unread() | unknown_rope(text), experts=config.experts is not None)
@@ -260,7 +262,7 @@ class ModelConfig(ModelShape):
         recurrence = parse_recurrence(raw, family, layers)
         kinds = (parse_names(raw, "layers_block_type") or []) if family.single else []
         attention, feeds = _parts(kinds, recurrence, layers)
-        bias = bool(raw.get("attention_bias", False)) and (family.output_bias or family.qkv_bias)
+        bias = bool(raw.get("attention_bias", False)) and family.output_bias
         raw = raw | {"max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
         rotated = (latent.rotated,) * 2 if latent else (head_dim, local[1])
         rope, local_rope = parse_ropes(raw, family, rotated)
@@ -279,8 +281,8 @@ class ModelConfig(ModelShape):
             rope=rope,
             local_rope=local_rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
-            qkv_bias=(family.qkv_bias and bool(raw.get("qkv_bias", True))) or bias,
-            output_bias=bias and family.output_bias,
+            qkv_bias=bool(raw.get(*family.qkv_bias)) if family.qkv_bias else bias,
+            output_bias=bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm and bool(raw.get("use_qk_norm", True)),
             whole_norms=family.whole_norms,
@@ -339,8 +341,14 @@ def load_shape(directory: Path, *, in_torch: bool = False) -> ModelShape:
         return TransformersConfig.load(directory, str(reason))
 
 
+_RENAMED = ("exaone", "sarvam_moe")
+"""Values of `model_type` of files with the name of an architecture here, in which transformers has renamed the tensors."""
+
+
 def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Returns the configuration of the model of text, and its architecture."""
+    if raw.get("model_type") in _RENAMED:
+        raise NoNativeModel(f"the names that {raw['model_type']} gives tensors have no code of ours")
     names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
     names = [name for name in names if name != "PeftModelForCausalLM"]  # a merged adapter, whose model_type is that of the base
     for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
@@ -358,14 +366,11 @@ def _architecture(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
 
 def _check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
     """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
-    name, *known = {
-        "silu": ("hidden_act", "silu", "swish"),
-        "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
-        "relu2": ("mlp_hidden_act" if family.single else "hidden_act", "relu2"),
-    }[family.activation]
-    activation = raw.get(name) or known[0]
-    if activation not in known:
-        raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
+    if family.gated_attention and raw.get("attention_bias"):
+        raise NoNativeModel("biases of gated attention have no code of ours")
+    for name, known in family.activations.items():
+        if (activation := raw.get(name) or known[0]) not in known:
+            raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
     # "vision" is about tokens of images alone.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision") or raw.get("is_causal") is False:
         raise NoNativeModel("attention to later tokens has no code of ours")
@@ -419,11 +424,12 @@ def _inner(raw: dict[str, Any], family: Architecture) -> int:
 
 
 def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, float | None]:
-    """Returns the caps of attention scores and of logits."""
+    """Returns the caps of attention scores and of logits. Later models than Gemma 2 may name one of scores, and have none."""
     if family.softcaps is None:
         return None, None
     scores, logits = family.softcaps
-    return _number(raw, "attn_logit_softcapping", scores), _number(raw, "final_logit_softcapping", logits)
+    cap = _number(raw, "attn_logit_softcapping", scores)
+    return cap if scores else None, _number(raw, "final_logit_softcapping", logits)
 
 
 def _number(raw: dict[str, Any], name: str, default: float | None) -> float | None:

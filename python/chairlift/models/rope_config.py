@@ -83,6 +83,8 @@ def _parse(raw: dict[str, Any], family: Architecture, theta: float, head_dim: in
     kind = "longrope" if "short_factor" in table else _ALIASES.get(str(named), str(named))
     if kind not in KINDS or "long_mscale" in table:
         raise NoNativeModel(f"rope type {named!r} has no code of ours (there is for {', '.join(KINDS)})")
+    if kind == "dynamic":  # as in transformers and vLLM, which do not read the length of training from the table
+        table["original_max_position_embeddings"] = raw.get("max_position_embeddings")
     table.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     if kind in ("yarn", "longrope") and table.get("factor") is None:
         table["factor"] = parse_size(raw, "max_position_embeddings") / parse_size(table, "original_max_position_embeddings")

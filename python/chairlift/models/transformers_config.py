@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from chairlift.errors import UnsupportedModel
@@ -27,6 +28,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Supported layer types. A layer that keeps another state, or hides tokens only by its mask, would silently give wrong results."""
 UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 """Arguments of attention that change its result and that chairlift's attention supports (there is no dropout in inference)."""
+COPIED = {"ExaoneForCausalLM", "SarvamMoEForCausalLM", "SarvamMLAForCausalLM"}
+"""Classes of code that comes with checkpoints, in whose place transformers has a class of another name."""
 HARMLESS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
 """Arguments that reach attention only because a model forwards all of them. They are ignored."""
 PROBE_TOKENS = 3
@@ -76,7 +79,11 @@ class TransformersConfig(ModelShape):
             raise UnsupportedModel(
                 f"{directory} is quantised with {found['quant_method']} ({name}), which transformers cannot read ({reason})"
             )
-        return replace(cls.of(theirs, reason), unread=_unread(read_json(directory), theirs))
+        try:
+            config = cls.of(theirs, reason)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}; {reason}") from None
+        return replace(config, unread=_unread(read_json(directory), theirs))
 
     @classmethod
     def of(cls, theirs: Any, reason: str) -> TransformersConfig:
@@ -156,10 +163,14 @@ def _architecture(theirs: Any) -> str:
     names = list(theirs.architectures or ())
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), ())
     kinds = {kind.__name__: kind for kind in (found if isinstance(found, tuple) else (found,))}
-    name = next((name for name in names if name in kinds), None if names else next(iter(kinds), None))
+    by_type = not names or not COPIED.isdisjoint(names)
+    name = next((name for name in names if name in kinds), next(iter(kinds), None) if by_type else None)
     if name is None:
-        what = " or ".join(names) or theirs.model_type
-        raise UnsupportedModel(f"{what} does not generate text by itself in transformers, and is no encoder of docs/api/embeddings.md")
+        what, decoders = " or ".join(names) or theirs.model_type, " or ".join(kinds) or "none"
+        raise UnsupportedModel(
+            f"{what} is no model of text in transformers (model_type {theirs.model_type} has {decoders}), "
+            "and no encoder of docs/api/embeddings.md"
+        )
     if not kinds[name]._supports_attention_backend:
         raise UnsupportedModel(f"{name}: transformers' code for it does not let others compute its attention")
     return str(name)
@@ -180,15 +191,15 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
     heads: list[int] = []
     specs: list[KvSpec] = []
     called: list[str] = []
+    counted = _Counting(called)
+    paths = {part: path for path, part in model.named_modules()}
 
     def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+        if any(f"{path}.".startswith(f"{paths[module]}.") for path in counted.within):
+            raise UnsupportedModel(f"{name} counts the positions of attention by itself, as if each step were a whole sequence")
         if getattr(module, "layer_idx", None) != len(specs):
             raise UnsupportedModel(f"{name} does not run each of its layers once, in their order")
-        others = {argument for argument, given in how.items() if given is not None} - UNDERSTOOD - HARMLESS
-        if others:
-            raise UnsupportedModel(f"{name} gives attention {', '.join(sorted(others))}, which ours does not know")
-        if not getattr(module, "is_causal", False) or how.get("is_causal") is False:
-            raise UnsupportedModel(f"{name} looks at later tokens too: its attention is not causal")
+        _check_attention(module, how, name)
         heads.append(query.shape[1])
         specs.append(KvSpec(key.shape[1], key.shape[3], value.shape[3], how.get("sliding_window")))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -197,13 +208,18 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
         return lambda module, _: called.append(path)
 
     settle(model)
-    hooks = [part.register_forward_pre_hook(noted(path)) for path, part in model.named_modules() if path]
+    if early := next((path for path, part in model.named_modules() if hasattr(part, "create_position_ids_from_input_ids")), None):
+        raise UnsupportedModel(f"{name} counts positions from its padding token's number on ({early}), and not from 0")
+    hooks = [part.register_forward_pre_hook(noted(path)) for part, path in paths.items() if path]
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)
     try:
-        model(input_ids=ids, position_ids=ids, use_cache=False, **{ATTENTION: attend})
+        with counted:
+            model(input_ids=ids, position_ids=ids, use_cache=False, **{ATTENTION: attend})
     except UnsupportedModel:
         raise
     except Exception as error:
+        if "meta" in str(error):  # the device of tensors without memory
+            raise UnsupportedModel(f"{name}: transformers' code for it cannot be tried before the weights are loaded") from None
         raise UnsupportedModel(f"{name}: transformers' code for it does not run: {brief(error)}") from None
     finally:
         for hook in hooks:
@@ -213,6 +229,27 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
     if not isinstance(model.get_submodule(called[0]), PreTrainedModel):
         raise UnsupportedModel(f"{name}: transformers' code for it has no decoder apart from its head")
     return _Found(max(heads), tuple(specs), called[0])
+
+
+def _check_attention(module: torch.nn.Module, how: dict[str, Any], name: str) -> None:
+    """Raises UnsupportedModel if a module asks for attention that chairlift does not compute."""
+    if others := {argument for argument, given in how.items() if given is not None} - UNDERSTOOD - HARMLESS:
+        raise UnsupportedModel(f"{name} gives attention {', '.join(sorted(others))}, which ours does not know")
+    if not getattr(module, "is_causal", False) or how.get("is_causal") is False:
+        raise UnsupportedModel(f"{name} looks at later tokens too: its attention is not causal")
+
+
+class _Counting(TorchFunctionMode):
+    """Notes in `within` which of the modules `called` was entered last when a range of numbers was made."""
+
+    def __init__(self, called: list[str]) -> None:
+        super().__init__()
+        self.called, self.within = called, list[str]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.arange and self.called:
+            self.within.append(self.called[-1])
+        return function(*args, **kwargs or {})
 
 
 def settle(model: PreTrainedModel, longest: int | None = None) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from chairlift.checkpoint.weight_files import weight_files
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import Scales, paged_attention, write_kv
 from chairlift.models.forward_batch import ForwardBatch, LayerCache, WeightSource
@@ -70,7 +71,7 @@ class TransformersModel:
     ) -> TransformersModel:
         """Loads the weights of a directory's safetensors files, or takes them from `source`, without `norms` only the matrices.
 
-        Raises UnsupportedModel.
+        Raises UnsupportedModel, and ModelNotFound without safetensors files.
         """
         model = _loaded(config, directory, dtype, device) if source is None else _filled(config, dtype, device, source, norms)
         return cls(model.eval(), config, longest)
@@ -109,10 +110,10 @@ class TransformersModel:
         return logits
 
     def reference(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [T, vocabulary] of one whole sequence [T], computed with transformers' attention."""
+        """Returns the logits [T, vocabulary] of one whole sequence [T], computed with transformers' attention and its own positions."""
         self.model.set_attn_implementation("eager")
         try:
-            self._output = self._run(ids, torch.arange(len(ids), device=ids.device))
+            self._output = self._run(ids, None)
         finally:
             self.model.set_attn_implementation(ATTENTION)
         return self.logits(self._output.last_hidden_state[0], torch.arange(len(ids), device=ids.device))
@@ -134,14 +135,16 @@ class TransformersModel:
         finally:
             self.text.sliding_window, self.specs = wide, self.config.kv_specs
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, **more: Any) -> Any:
-        return self._decode(input_ids=ids.long().unsqueeze(0), position_ids=positions.long().unsqueeze(0), use_cache=False, **more)
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor | None, **more: Any) -> Any:
+        given = {} if positions is None else {"position_ids": positions.long().unsqueeze(0)}
+        return self._decode(input_ids=ids.long().unsqueeze(0), use_cache=False, **given, **more)
 
     def _repeat(self, *_: Any, **__: Any) -> Any:
         return self._output
 
 
 def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    weight_files(directory)  # raises ModelNotFound for files in other formats
     theirs = copy.deepcopy(config.theirs)
     if config.quantization:
         _check_quantization(config, config.quantization)

@@ -37,7 +37,7 @@ def check(model: TransformersModel, dtype: torch.dtype, device: torch.device, vo
     if not worst <= bound:
         raise UnsupportedModel(
             f"{name}: the model's logits with a paged cache differ from transformers' own (error {worst:.0e}): "
-            "it has state besides keys and values"
+            "it has state besides keys and values, hides tokens by its mask alone, or counts positions in a way of its own"
         )
 
 
