@@ -104,17 +104,17 @@ class Mixture:
 
     Names are those below `model.layers.N.`, with `{}` for the number of an expert. A tensor whose name lacks `.{}` has the matrices of all
     experts. A checkpoint has either `gate` and `up` (`gate` is None for experts without one), or `gate_up` with the rows of both, or `both`
-    and `transposed`: tensors [experts, inputs, outputs], the first with gate and up, in turn if `alternating`. With `biases` the router and
-    all experts have them. `shared` are the layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate`
-    names one. `count`, `used`, `inner` and `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in
-    config.json. With a `shared_count`, the key and the default of a number of experts, the shared one is as wide as that number of others.
-    Weights are divided by their sum if `normalised`, or if the key of config.json says so, whose default is given. `epsilon` is added to
-    the sum. `choice_bias` is a tensor that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and
-    `dense` the key and the default of the number of first layers without experts. Models have 0 experts if they are `optional`, and none
-    where the key `switch` is not set. The gate and what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4,
-    the router, the experts and the MLP beside them have norms of their own, and each expert has a scale. `groups` are the defaults of the
-    number of groups of experts and of those that a token may use: those whose `best` experts have the largest sum of scores. Without `best`
-    there is one group.
+    and `transposed`: tensors [experts, inputs, outputs], the first with gate and up, in turn if `alternating`; as transformers 5 saves
+    them, tensors of these names may have the shapes of the others. With `biases` the router and all experts have them. `shared` are the
+    layers of an expert that all tokens use; its output is multiplied by a gate if `shared_gate` names one. `count`, `used`, `inner` and
+    `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in config.json. With a `shared_count`, the
+    key and the default of a number of experts, the shared one is as wide as that number of others. Weights are divided by their sum if
+    `normalised`, or if the key of config.json says so, whose default is given. `epsilon` is added to the sum. `choice_bias` is a tensor
+    that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and `dense` the key and the default of the
+    number of first layers without experts. Models have 0 experts if they are `optional`, and none where the key `switch` is not set. The
+    gate and what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4, the router, the experts and the MLP
+    beside them have norms of their own, and each expert has a scale. `groups` are the defaults of the number of groups of experts and of
+    those that a token may use: those whose `best` experts have the largest sum of scores. Without `best` there is one group.
     """
 
     router: str = "mlp.gate"

@@ -31,8 +31,8 @@ class WeightSource(Protocol):
         """The bytes of that name on the model's device. Raises if they have another shape."""
         ...
 
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+    def has(self, name: str, *shape: int) -> bool:
+        """Whether there is a tensor of that name, and of that shape if one is given."""
         ...
 
     def matrix(self, layer: str, outs: int, ins: int) -> Weight:

@@ -152,7 +152,7 @@ class _Reader:
         name = self._prefix + name
         if self._source.has(name + MXFP4_BLOCKS):
             return self._mxfp4(name, rows, ins)
-        return self._source.take(name, self._count, ins, rows).mT if self._source.has(name) else None
+        return self._source.take(name, self._count, ins, rows).mT if self._source.has(name, self._count, ins, rows) else None
 
     def _mxfp4(self, name: str, rows: int, ins: int) -> Weight:
         if ins % MXFP4_GROUP:

@@ -38,9 +38,9 @@ class TorchWeights:
         """Returns a tensor of bytes. Raises UnsupportedModel as `take` does."""
         return self._sent(self.weights.packed(name, *shape))
 
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
-        return self.weights.has(name)
+    def has(self, name: str, *shape: int) -> bool:
+        """Whether there is a tensor of this name, and of this shape if one is given."""
+        return self.weights.has(name, *shape)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Weight:
         """Returns the weight of a linear layer. A quantised one keeps its dtypes. Raises UnsupportedModel as `take` does."""

@@ -61,8 +61,8 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
 
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+    def has(self, name: str, *shape: int) -> bool:
+        """Whether there is a tensor of this name, and of this shape if one is given."""
 
     def find(self, name: str, *shape: int) -> tuple[SafetensorsFile, str] | None:
         """Returns the file that has a tensor as `take` returns it, and its name there; None if no file has it so.
@@ -134,9 +134,10 @@ class SafetensorWeights:
         entry = self._files[name].tensors[name]
         self._pages.add(self._files[name].path, entry.start, entry.size)
 
-    def has(self, name: str) -> bool:
-        """Whether a file has a tensor of this name."""
-        return self._stored(name) in self._files
+    def has(self, name: str, *shape: int) -> bool:
+        """Whether a file has a tensor of this name, and of this shape if one is given."""
+        name = self._stored(name)
+        return name in self._files and (not shape or self._files[name].tensors[name].shape == shape)
 
     def is_quantised(self, layer: str) -> bool:
         """Whether a linear layer has tensors of the scheme."""
@@ -309,9 +310,9 @@ class GGUFWeights:
         self._check(name, shape)
         return self.tensors.values(name).reshape(shape)
 
-    def has(self, name: str) -> bool:
-        """Whether the file has a tensor of this name."""
-        return name in self.tensors.entries
+    def has(self, name: str, *shape: int) -> bool:
+        """Whether the file has a tensor of this name, and of this shape if one is given."""
+        return name in self.tensors.entries and (not shape or tuple(self.tensors.entries[name].shape) == shape)
 
     def find(self, name: str, *shape: int) -> None:
         """Returns None: GGUF files have most tensors in blocks."""
@@ -456,8 +457,8 @@ class DummyWeights:
         start, std = self.draw(name, size, shape[-1])
         return (np.resize(np.roll(self.pool, -start), size) * np.float32(std)).reshape(shape)
 
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name: random weights have all but blocks of MXFP4."""
+    def has(self, name: str, *shape: int) -> bool:
+        """Whether there is a tensor of this name: random weights have all of any shape but blocks of MXFP4."""
         return not name.endswith(MXFP4_BLOCKS)
 
     def find(self, name: str, *shape: int) -> None:

@@ -40,9 +40,9 @@ class Shards:
         """A whole tensor of bytes."""
         return self._whole.packed(name, *shape)
 
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
-        return self._whole.has(name)
+    def has(self, name: str, *shape: int) -> bool:
+        """Whether there is a tensor of that name, and as a whole of that shape if one is given."""
+        return self._whole.has(name, *shape)
 
     def matrix(self, layer: str, outs: int, ins: int) -> Weight:
         """This process's part of the weight of a layer."""
