@@ -97,7 +97,7 @@ def test_sessions_that_end_and_old_ones_are_forgotten(monkeypatch):
     known.end("t", "s")
     known.end("t", "unknown")
     assert turn(known, AFTER, 2100, 0) is None
-    monkeypatch.setattr(conversations, "MAX_PARTS", 40)
+    monkeypatch.setattr(conversations, "MAX_PARTS", 60)
     for number in range(100):
         turn(known, BODY, session=str(number))
     assert turn(known, AFTER, 2100, 0) is None

@@ -155,6 +155,17 @@ def test_requests_of_an_upstream_that_drains_end_there_and_its_sessions_go_on_el
     run(test, routing="predicted")
 
 
+def test_a_session_is_closed_elsewhere_if_its_upstream_is_down(caplog):
+    async def test(client, *upstreams):
+        for name in ("s0", "s1"):  # in turn
+            assert (await client.chat(**{"x-session-id": name})).status_code == 200
+        await upstreams[1].stop()
+        await until(lambda: f"{upstreams[1].url} cannot be reached" in caplog.text)
+        assert [(await client.post("/close_session", session_id=name)).status_code for name in ("s0", "s1")] == [200, 200]
+
+    run(test)
+
+
 def test_a_session_is_closed_at_the_upstream_that_it_ran_at():
     async def test(client, *upstreams):
         for number in range(len(upstreams)):  # in turn

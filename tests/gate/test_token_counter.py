@@ -14,9 +14,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from chairlift.errors import ModelNotFound
 from chairlift.gate import token_counter
-from chairlift.gate.prompt import tokens
+from chairlift.gate.prompt import MAX_PARTS, read_body, read_prompt, tokens
 from chairlift.gate.token_counter import TokenCounter
-from chairlift.server.tokenizing import Tokenizing
+from chairlift.server.tokenizing import LONG, Tokenizing
 from chairlift.tokenizer import Tokenizer
 
 
@@ -50,10 +50,47 @@ def test_token_ids_are_counted_as_they_are(folder):
     assert read(folder, prompt=[1, 2, 70_000]).tolist() == [1, 2, 70_000 % token_counter.VOCABULARY]
 
 
-def test_a_prompt_that_is_too_long_for_the_tokenizer_is_counted_by_bytes(folder, monkeypatch):
-    monkeypatch.setattr(token_counter, "MAX_CHARACTERS", 100)
-    text = "w1 " * 100
-    assert np.array_equal(read(folder, prompt=text), tokens([json.dumps(text).encode()]))
+def test_what_is_too_long_for_the_tokenizer_is_counted_by_bytes(folder, monkeypatch):
+    monkeypatch.setattr(token_counter, "MAX_CHARACTERS", 200)
+    short, long = "w1 w2", "w1 " * 100
+    begun = read(folder, system=short)
+    whole = read(folder, system=short, prompt=long)
+    assert 2 <= len(begun) <= 4
+    assert np.array_equal(whole, np.concatenate([begun, tokens([json.dumps(long).encode()])]))
+
+
+def test_many_small_messages_are_few_parts(folder):
+    raw = json.dumps({"messages": [{}, *[1] * 100_000]}).encode()
+    assert len(read_body(raw).parts) == MAX_PARTS + 1
+    # Their number counts, so that they have a turn.
+    lengths = []
+
+    class Turns(Tokenizing):
+        async def in_turn(self, group, length, encode):
+            lengths.append(length)
+            return await super().in_turn(group, length, encode)
+
+    asyncio.run(TokenCounter(Tokenizer(folder), Turns()).read("a", json.dumps({"messages": [{}, *[1] * 1000]}).encode()))
+    assert lengths[0] > LONG
+
+
+def test_an_image_counts_as_little_as_without_a_tokenizer(folder):
+    image = "data:image/png;base64," + "aGVsbG8 "[:7] * 5000
+    content = [{"type": "image_url", "image_url": {"url": image}}]
+    raw = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    assert 250 <= len(read(folder, messages=[{"role": "user", "content": content}])) <= 270
+    assert 256 <= len(read_prompt(raw).tokens) <= 290
+    other = raw.replace(b"aGVsbG8", b"aGVsbG9", 1)
+    assert not np.array_equal(read_prompt(raw).tokens, read_prompt(other).tokens)
+
+
+def test_a_text_that_the_tokenizer_cannot_read_is_counted_by_bytes(tmp_path, caplog):
+    backend = Backend(WordLevel({"a": 0}))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for _ in range(2):
+        assert np.array_equal(read(tmp_path, prompt="b c"), tokens([b'"b c"']))
+    assert "bytes are counted" in caplog.text
 
 
 def test_the_gate_counts_with_it_from_the_first_request_on(folder):

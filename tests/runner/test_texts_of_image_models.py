@@ -42,9 +42,13 @@ def test_logits_of_texts(tmp_path: Path, name: str) -> None:
     assert np.abs(cpu_logits.logits(tmp_path) - expected).max() < 1e-5
 
 
-def test_the_published_layout_of_experts_of_qwen3_vl(tmp_path: Path) -> None:
-    """It is the transposed one of what transformers 5 saves."""
+@pytest.mark.parametrize("inner", [SHAPE["hidden_size"] // 2, SHAPE["hidden_size"], 48])
+def test_both_layouts_of_experts_of_qwen3_vl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: int) -> None:
+    """The published one is the transposed one of what transformers 5 saves. The shape of one matrix alone may not tell."""
+    class_name, text, vision = IMAGE_MODELS["Qwen3-VL-MoE"]
+    monkeypatch.setitem(IMAGE_MODELS, "Qwen3-VL-MoE", (class_name, text | {"moe_intermediate_size": inner}, vision))
     expected, path = write("Qwen3-VL-MoE", tmp_path), tmp_path / "model.safetensors"
+    assert np.abs(cpu_logits.logits(tmp_path) - expected).max() < 1e-5
     save_file({name: one.mT.contiguous() if "mlp.experts" in name else one for name, one in load_file(path).items()}, path)
     assert np.abs(cpu_logits.logits(tmp_path) - expected).max() < 1e-5
 

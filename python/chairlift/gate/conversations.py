@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +14,8 @@ from chairlift.server.turns import Part
 
 MAX_PARTS = 1 << 19
 """Parts of all turns that are kept, of about 100 bytes each."""
+SESSION_PARTS = 6
+"""Parts that take as much memory as a session with a long name."""
 MAX_TURNS = 4
 """Turns of a session among which the one before is looked for: agents send other requests in between."""
 SLACK_TOKENS, SLACK_SHARE = 256, 0.2
@@ -41,12 +43,12 @@ class _Turn:
 class _Session:
     upstream: int = 0
     """The number of the upstream that answered the latest turn."""
-    turns: deque[_Turn] = field(default_factory=deque)
+    turns: list[_Turn] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
         """What it counts towards MAX_PARTS."""
-        return 1 + sum(len(turn.parts) + 1 for turn in self.turns)
+        return SESSION_PARTS + sum(len(turn.parts) + 1 for turn in self.turns)
 
 
 class Conversations:
@@ -83,7 +85,7 @@ class Conversations:
         turns.append(_Turn(prompt.parts, usage.prompt))
         self._parts += len(prompt.parts) + 1
         if len(turns) > MAX_TURNS:
-            self._parts -= len(turns.popleft().parts) + 1
+            self._parts -= len(turns.pop(0).parts) + 1
         self._forget_oldest()
         if before is None or usage.cached is None or now.isdisjoint(before.parts):
             return None

@@ -96,7 +96,7 @@ class Gate:
                     number = self._first_usable() if is_of_clients(path) else 0
                     if request.method == "POST" and path == CLOSES_SESSION:
                         ran_at = self._close_session(request, raw)
-                        number = number if ran_at is None else ran_at
+                        number = number if ran_at is None or not self._upstreams[ran_at].healthy else ran_at
                     await self._pass(request, raw, send, number, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -33,6 +33,8 @@ MAX_PARTS = 4096
 """Parts of a prompt that are hashed, of the beginning."""
 DATA_TOKENS = 256
 """Tokens that stand for such data."""
+_WORDS = ("the", "and", "you", "for", "not", "but", "all", "can", "her", "was", "one", "our", "out", "day", "get", "has")
+"""Words that spell the hash of data: with its space each is BYTES_PER_TOKEN bytes, and one token of most vocabularies."""
 
 SCHEDULING = ("priority", "deadline_ms", "ttft_deadline_ms", "service_tier", "session_id")
 """Fields that the gate reads too: see docs/scheduling.md."""
@@ -66,23 +68,38 @@ class TokenIds(bytes):
     """A prompt that the client sent as token ids, of four bytes each."""
 
 
-def read_prompt(raw: bytes | bytearray, encode: Callable[[list[bytes]], np.ndarray] | None = None) -> Prompt:
-    """Estimates the prompt of a body. One that is not a JSON object, or has too many values, is a prompt as it stands.
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body that was read: what its prompt is made of, in order, and the rest of the prompt's fields."""
 
-    `encode` makes the tokens of the prompt's parts; without it they stand for bytes.
-    """
-    encode = encode or tokens
+    parts: list[bytes]
+    fields: Mapping[str, Any]
+
+    def prompt(self, tokens: np.ndarray) -> Prompt:
+        """The prompt with these tokens of its parts."""
+        return Prompt(tokens, **self.fields)
+
+
+def read_prompt(raw: bytes | bytearray) -> Prompt:
+    """Estimates the prompt of a body. One that is not a JSON object, or has too many values, is a prompt as it stands."""
+    body = read_body(raw)
+    return body.prompt(tokens(body.parts))
+
+
+def read_body(raw: bytes | bytearray) -> Body:
+    """Reads a body as `read_prompt` does. The messages after MAX_PARTS are one part."""
     try:
         body = parse(raw)
     except ApiError:
-        return Prompt(encode([bytes(raw)]), None, {})
+        return Body([bytes(raw)], {"max_tokens": None, "scheduling": {}})
     names = [name for name in _BEFORE if name in body]
     parts, has_system = [_packed(body[name], name) for name in names], False
     for name in _CONVERSATION:
         value = body.get(name)
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            parts += map(_packed, value)
-            names += (_message(name, index) for index in range(len(value)))
+            messages, rest = value[:MAX_PARTS], value[MAX_PARTS:]
+            parts += map(_packed, [*messages, rest] if rest else messages)
+            names += (_message(name, index) for index in range(len(messages) + bool(rest)))
             has_system = value[0].get("role") in ("system", "developer")
         elif value is not None:
             is_tokens = isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in value)
@@ -90,10 +107,16 @@ def read_prompt(raw: bytes | bytearray, encode: Callable[[list[bytes]], np.ndarr
             names.append(name)
     limits = [body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")]
     limit = next((one for one in limits if type(one) is int and one > 0), None)
-    scheduling = {name: body[name] for name in SCHEDULING if name in body}
     named = islice(zip(names, parts, strict=True), MAX_PARTS)
-    hashes = [(name, hash(part).to_bytes(8, "little", signed=True)) for name, part in named]
-    return Prompt(encode(parts), limit, scheduling, body.get("stream") is True, _answers(body), hashes, has_system)
+    fields = {
+        "max_tokens": limit,
+        "scheduling": {name: body[name] for name in SCHEDULING if name in body},
+        "streamed": body.get("stream") is True,
+        "answers": _answers(body),
+        "parts": [(name, hash(part).to_bytes(8, "little", signed=True)) for name, part in named],
+        "has_system_message": has_system,
+    }
+    return Body(parts, fields)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -123,11 +146,19 @@ def _packed(value: Any, name: str = "") -> bytes:
     return json.dumps(_shortened(value, name), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
+def _is_data(value: str) -> bool:
+    """Whether a string seems to be an image or a sound: a long `data:` URL, or very long without a space."""
+    if value.startswith("data:"):
+        return len(value) > DATA_TOKENS * BYTES_PER_TOKEN
+    return len(value) > LONGEST_TEXT and " " not in value[:LONGEST_TEXT]
+
+
 def _shortened(value: Any, name: str) -> Any:
     match value:
-        case str() if len(value) > LONGEST_TEXT and name not in _TEXTS and " " not in value[:LONGEST_TEXT]:
+        case str() if name not in _TEXTS and _is_data(value):
             digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
-            return (digest * (DATA_TOKENS * BYTES_PER_TOKEN // len(digest) + 1))[: DATA_TOKENS * BYTES_PER_TOKEN]
+            words = "".join(f" {_WORDS[int(digit, 16)]}" for digit in digest)
+            return (words * (DATA_TOKENS // len(digest) + 1))[: DATA_TOKENS * BYTES_PER_TOKEN]
         case dict():
             return {key: _shortened(item, key) for key, item in value.items()}
         case list():

@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from functools import partial
 
 import numpy as np
 
 from chairlift.gate.model_files import VOCABULARY
-from chairlift.gate.prompt import Prompt, TokenIds, read_prompt, tokens
+from chairlift.gate.prompt import Prompt, TokenIds, read_body, tokens
+from chairlift.server.http.body import LARGE
 from chairlift.server.tokenizing import MAX_CHARACTERS, Tokenizing
 from chairlift.tokenizer import Tokenizer
 
+log = logging.getLogger("chairlift")
+
+PART_CHARACTERS = 64
+"""Characters that take as long to tokenize as a part takes besides its own."""
+
 
 class TokenCounter:
-    """Reads prompts with a tokenizer, in threads. What a group of tenants has sent before is not tokenized again."""
+    """Counts with a tokenizer, in threads. What a group of tenants has sent before is not tokenized again."""
 
     def __init__(self, tokenizer: Tokenizer, tokenizing: Tokenizing) -> None:
         self._tokenizer, self._tokenizing = tokenizer, tokenizing
+        self._has_failed = False
+        tokenizer.encode_pieces([("", True)])  # prepares it, which takes half a second, before requests come
 
     async def read(self, group: str, raw: bytes | bytearray) -> Prompt:
         """Returns the prompt of a body: see `read_prompt`."""
-        return await self._tokenizing.in_turn(group, len(raw), partial(read_prompt, raw, partial(self._encode, group)))
+        body = await asyncio.to_thread(read_body, raw) if len(raw) > LARGE else read_body(raw)
+        length = sum(map(len, body.parts)) + PART_CHARACTERS * len(body.parts)
+        return body.prompt(await self._tokenizing.in_turn(group, length, partial(self._encode, group, body.parts)))
 
     def _encode(self, group: str, parts: list[bytes]) -> np.ndarray:
-        """Returns the tokens of a prompt's parts, int32; those of their bytes where the parts are too long for the tokenizer."""
-        if sum(map(len, parts)) > MAX_CHARACTERS:
-            return tokens(parts)
-        return np.concatenate([np.empty(0, np.int32), *(self._ids(group, part) for part in parts)])
-
-    def _ids(self, group: str, part: bytes) -> np.ndarray:
-        if isinstance(part, TokenIds):
-            ids = np.frombuffer(part, dtype="<u4")
-        else:
+        """Returns the tokens of a prompt's parts, int32. After MAX_CHARACTERS they are those of the bytes."""
+        texts: list[tuple[str, bool]] = []
+        size = 0
+        for part in parts:
+            size += len(part)
+            if size > MAX_CHARACTERS or isinstance(part, TokenIds):
+                break
             # JSON's escapes are no part of the text that a template makes.
-            text = part.decode("utf-8", "replace").replace("\\n", "\n").replace('\\"', '"')
-            ids = np.array(self._tokenizer.encode_pieces([(text, True)], group), dtype=np.uint32)
-        return (ids % VOCABULARY).astype(np.int32)
+            texts.append((part.decode("utf-8", "replace").replace("\\n", "\n").replace('\\"', '"'), True))
+        try:
+            ids = self._tokenizer.encode_pieces(texts, group)
+        except Exception as error:  # the tokenizers package raises no other, for a text without tokens in its vocabulary
+            if not self._has_failed:
+                log.warning("the tokenizer failed, so bytes are counted where it does: %s", error)
+                self._has_failed = True
+            return tokens(parts)
+        return np.concatenate([_folded(np.array(ids, np.uint32)), *map(_counted, parts[len(texts) :])])
+
+
+def _counted(part: bytes) -> np.ndarray:
+    return _folded(np.frombuffer(part, "<u4")) if isinstance(part, TokenIds) else tokens([part])
+
+
+def _folded(ids: np.ndarray) -> np.ndarray:
+    """Token ids as the engine's, which has fewer."""
+    return (ids % VOCABULARY).astype(np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,19 @@ class Experts:
     @property
     def _matrices(self) -> int:
         return 3 if self.names.gate else 2
+
+    def are_transposed(self, has: Callable[..., bool], prefix: str, hidden: int) -> bool:
+        """Whether the checkpoint has transposed matrices of all experts, or their blocks of MXFP4.
+
+        `has` says whether there is a tensor of a name, and of a shape if one is given. Where two sizes are equal, the shape of one tensor
+        does not tell.
+        """
+        names = self.names
+        if not (names.both and names.transposed):
+            return False
+        both, down = prefix + names.both, prefix + names.transposed
+        shaped = has(both, self.count, hidden, 2 * self.inner) and has(down, self.count, self.inner, hidden)
+        return has(both + MXFP4_BLOCKS) or shaped
 
 
 def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts | None:

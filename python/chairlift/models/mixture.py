@@ -74,11 +74,13 @@ class _Reader:
         self._source, self._prefix, self._count = weights.source, weights.prefix, experts.count
         self._names: Names = experts.names
         self._hidden, self._inner = weights.config.hidden_size, experts.inner
+        self._are_transposed = experts.are_transposed(weights.source.has, weights.prefix, self._hidden)
 
     def gate_up(self) -> Weight:
         """The gate and up projections [experts, 2 * inner, hidden], or up alone if there are no gates."""
         names, inner = self._names, self._inner
-        if names.both and (both := self._transposed(names.both, 2 * inner, self._hidden)) is not None:
+        if names.both and self._are_transposed:
+            both = self._transposed(names.both, 2 * inner, self._hidden)
             in_turn = names.alternating
             return self._rounded(_each(both, lambda x: torch.cat((x[:, ::2], x[:, 1::2]), 1) if in_turn else x.contiguous()))
         if names.gate and self._has(names.gate_up):
@@ -88,8 +90,8 @@ class _Reader:
     def down(self) -> Weight:
         """The down projections [experts, hidden, inner]."""
         names = self._names
-        if names.transposed and (matrices := self._transposed(names.transposed, self._hidden, self._inner)) is not None:
-            return self._rounded(_each(matrices, torch.Tensor.contiguous))
+        if names.transposed and self._are_transposed:
+            return self._rounded(_each(self._transposed(names.transposed, self._hidden, self._inner), torch.Tensor.contiguous))
         return self._filled(((names.down, self._hidden),), self._inner)
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,12 +149,12 @@ class _Reader:
         found = quantise(weight.flatten(0, -2), self._quantization)
         return _each(found, lambda x: x.view(*weight.shape[:-1], x.shape[-1]))
 
-    def _transposed(self, name: str, rows: int, ins: int) -> Weight | None:
-        """Matrices [experts, rows, ins] that are stored as [experts, ins, rows] or in MXFP4. None if there are none of this name."""
+    def _transposed(self, name: str, rows: int, ins: int) -> Weight:
+        """Matrices [experts, rows, ins] that are stored as [experts, ins, rows] or in MXFP4."""
         name = self._prefix + name
         if self._source.has(name + MXFP4_BLOCKS):
             return self._mxfp4(name, rows, ins)
-        return self._source.take(name, self._count, ins, rows).mT if self._source.has(name, self._count, ins, rows) else None
+        return self._source.take(name, self._count, ins, rows).mT
 
     def _mxfp4(self, name: str, rows: int, ins: int) -> Weight:
         if ins % MXFP4_GROUP:

@@ -22,7 +22,8 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
     Raises UnsupportedModel as `Weights.part` does.
     """
     names, inner = experts.names, experts.inner
-    if names.both and _is_stored(weights, name := prefix + names.both, experts.count, hidden, 2 * inner):
+    if names.both and experts.are_transposed(weights.has, prefix, hidden):
+        name = prefix + names.both
         alternate, halves = (slice(0, None, 2), slice(1, None, 2)), (slice(0, inner), slice(inner, None))
         return [_columns(weights, name, experts.count, hidden, 2 * inner, rows) for rows in (alternate if names.alternating else halves)]
     if _has(weights, prefix + names.gate_up):
@@ -35,8 +36,8 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
 def down(weights: Weights, experts: Experts, prefix: str, hidden: int) -> list[Part]:
     """Returns the down projections of a layer's experts. Raises UnsupportedModel as `Weights.part` does."""
     names = experts.names
-    if names.transposed and _is_stored(weights, name := prefix + names.transposed, experts.count, experts.inner, hidden):
-        return _columns(weights, name, experts.count, experts.inner, hidden, slice(None))
+    if names.transposed and experts.are_transposed(weights.has, prefix, hidden):
+        return _columns(weights, prefix + names.transposed, experts.count, experts.inner, hidden, slice(None))
     return _matrices(weights, prefix + names.down, experts.count, hidden, experts.inner)
 
 
@@ -63,11 +64,6 @@ def router(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Arra
         if not np.isfinite(matrix).all():
             raise UnsupportedModel(f"tensor {prefix}{name}.weight has numbers that are not finite: no expert could be chosen with it")
     return np.concatenate(list(matrices.values()))
-
-
-def _is_stored(weights: Weights, name: str, *shape: int) -> bool:
-    """Whether one tensor of this shape has the transposed matrices of all experts, or one their blocks of MXFP4."""
-    return weights.has(name + MXFP4_BLOCKS) or weights.has(name, *shape)
 
 
 def _columns(weights: Weights, name: str, count: int, ins: int, outs: int, columns: slice) -> list[Part]:
