@@ -13,7 +13,7 @@ from gguf_files import gguf_of, tiny_model
 from local_server import Handler, local_server
 from ollama_files import write_ollama_model
 from scripted_engine import ScriptedEngine
-from serving import serving_models
+from server_here import serving_models
 
 from chairlift.cli import main
 from chairlift.config import DEFAULT_MODEL

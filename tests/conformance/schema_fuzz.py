@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from scripted_engine import ScriptedEngine
-from serving import serving
+from server_here import serving
 
 from chairlift.server.observability.loop_monitor import LoopMonitor
 

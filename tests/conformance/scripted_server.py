@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from caching_engine import CachingEngine
-from serving import serving
+from server_here import serving
 
 CONTEXT = 400_000
 """Tokens, which are bytes here: enough for an agent's prompt of 100 kB."""

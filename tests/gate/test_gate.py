@@ -12,7 +12,7 @@ import pytest
 from client_bodies import Sent, client_bodies
 from confused_bodies import confused_bodies
 from gate_here import with_gate
-from serving import wait_until
+from server_here import wait_until
 from upstream import Upstream, gate
 
 from chairlift.engine.client import AsyncEngine

@@ -2,7 +2,7 @@ import httpx
 import openai
 import pytest
 from scripted_engine import ScriptedEngine, WordTokenizer
-from serving import serving
+from server_here import serving
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import httpx
 from fake_hub import fake_hub
 from gguf_files import gguf_of, tiny_model
 from scripted_engine import ScriptedEngine
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.engine.stats import Stats
 from chairlift.server.admin import AdminApp, serve_admin

@@ -5,7 +5,7 @@ import threading
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import MODEL, serving, wait_until
+from server_here import MODEL, serving, wait_until
 
 from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from confused_bodies import BASES, WRONG, confused_bodies
 from scripted_engine import ScriptedEngine
-from serving import serving
+from server_here import serving
 
 from chairlift.server.app import routes
 

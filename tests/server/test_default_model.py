@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import wait_until
+from server_here import wait_until
 
 WORDS = ["mountain", "snow", "lift", "chair", "valley", "ski", "rope", "station", "summit", "cloud", "pine", "river", "stone", "bridge"]
 

@@ -18,7 +18,7 @@ import tiny_encoders
 from openai.types import CreateEmbeddingResponse
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
-from serving import wait_until
+from server_here import wait_until
 
 LONG = "abcdefghij " * 20
 

@@ -21,7 +21,7 @@ import pytest
 from cpu_cost import references
 from hostile_bodies import hostile_bodies
 from scripted_engine import ScriptedEngine, ScriptedProcess
-from serving import serving
+from server_here import serving
 
 from chairlift.scheduling import BACKGROUND, TIERS, Scheduling
 from chairlift.server.errors import ApiError

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fake_server import metric, running, status
 from scripted_engine import answer
-from serving import wait_until
+from server_here import wait_until
 
 from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission

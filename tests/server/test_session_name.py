@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import serving
+from server_here import serving
 
 from chairlift.engine.frames import NoteSession
 from chairlift.errors import InvalidRequest

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import serving_models, wait_until
+from server_here import serving_models, wait_until
 
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.load_policy import LoadPolicy

@@ -5,7 +5,7 @@ import httpx
 import openai
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import wait_until
+from server_here import wait_until
 
 from chairlift.server import streaming
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_server import metric, own_process, running, status
-from serving import wait_until
+from server_here import wait_until
 
 from chairlift.server.engine_keeper import MAX_RESTART_DELAY, restart_delay
 from chairlift.server.http.sockets import PortTaken, open_port

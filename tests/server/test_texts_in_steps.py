@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import wait_until
+from server_here import wait_until
 
 
 @pytest.mark.parametrize(("text", "at_once"), [("held", 6), ("held" * 10, 5), ("held" * 100, 1)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine, WordTokenizer
-from serving import serving
+from server_here import serving
 
 import chairlift.chat
 import chairlift.server

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
-from serving import wait_until
+from server_here import wait_until
 
 from chairlift.server.http.sockets import open_port
 

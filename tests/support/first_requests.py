@@ -12,7 +12,7 @@ from pathlib import Path
 
 from confused_bodies import BASES
 from scripted_engine import ScriptedEngine
-from serving import serving
+from server_here import serving
 
 from chairlift.server.app import routes
 

@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 
 from scripted_engine import ScriptedEngine
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ModelNotFound

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
-from serving import wait_until
+from server_here import wait_until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from chairlift.checkpoint.weight_files import weight_files
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import Scales, paged_attention, write_kv
 from chairlift.models.forward_batch import ForwardBatch, LayerCache, WeightSource
@@ -71,7 +70,7 @@ class TransformersModel:
     ) -> TransformersModel:
         """Loads the weights of a directory's safetensors files, or takes them from `source`, without `norms` only the matrices.
 
-        Raises UnsupportedModel, and ModelNotFound without safetensors files.
+        Raises UnsupportedModel.
         """
         model = _loaded(config, directory, dtype, device) if source is None else _filled(config, dtype, device, source, norms)
         return cls(model.eval(), config, longest)
@@ -144,7 +143,6 @@ class TransformersModel:
 
 
 def _loaded(config: TransformersConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    weight_files(directory)  # raises ModelNotFound for files in other formats
     theirs = copy.deepcopy(config.theirs)
     if config.quantization:
         _check_quantization(config, config.quantization)

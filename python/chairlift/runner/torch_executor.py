@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from chairlift.checkpoint.weight_files import gguf_link
+from chairlift.checkpoint.weight_files import gguf_link, weight_files
 from chairlift.config import EngineConfig
 from chairlift.layers.attention import AttentionPlan, plan_attention
 from chairlift.layers.device_attention import DevicePlan, splits_at_once
@@ -234,6 +234,8 @@ def _from_transformers(config: EngineConfig, directory: Path, model: ModelShape,
     elif file is not None:
         log.warning("%s: %s: transformers' code computes it, with weights dequantised to %s", file, model.not_ours, dtype)
         source = open_torch_weights(config, directory, dtype, device)
+    else:
+        weight_files(directory)  # raises ModelNotFound for files in other formats
     longest = config.max_model_len or model.max_position_embeddings
     network = TransformersModel.load(model, directory, dtype, device, longest, source, norms=not dummy)
     if source is not None:

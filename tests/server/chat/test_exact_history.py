@@ -6,7 +6,7 @@ from array import array
 import httpx
 import pytest
 from caching_engine import END, CachingEngine, PairTokenizer
-from serving import MODEL, serving
+from server_here import MODEL, serving
 
 from chairlift.chat.tools.hermes import Hermes
 from chairlift.server.chat.exact_history import anchor_of, before_stop, exact_tokens

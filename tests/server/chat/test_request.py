@@ -1,6 +1,6 @@
 import pytest
 from scripted_engine import answer, word_token
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.errors import InvalidRequest

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 from caching_engine import CachingEngine, PairTokenizer
-from serving import MODEL, serving, serving_models
+from server_here import MODEL, serving, serving_models
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.scheduling import BACKGROUND

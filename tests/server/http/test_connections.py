@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fake_server import own_process, status
 from scripted_engine import ScriptedEngine
-from serving import serving, wait_until
+from server_here import serving, wait_until
 
 from chairlift.server import supervisor
 from chairlift.server.errors import ApiError

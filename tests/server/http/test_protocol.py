@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import serving, wait_until
+from server_here import serving, wait_until
 
 from chairlift.errors import InvalidSetting
 from chairlift.server.http import connections

@@ -2,7 +2,7 @@ import httpx
 import openai
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import MODEL, serving, wait_until
+from server_here import MODEL, serving, wait_until
 
 import chairlift
 

@@ -3,7 +3,7 @@ import socket
 import threading
 
 import pytest
-from serving import wait_until
+from server_here import wait_until
 
 HEADERS = "host: localhost\r\ncontent-type: application/json\r\n"
 

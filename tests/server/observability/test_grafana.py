@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedEngine
-from serving import serving, wait_until
+from server_here import serving, wait_until
 
 BOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "chairlift.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]

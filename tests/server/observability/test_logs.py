@@ -4,7 +4,7 @@ import logging
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import serving
+from server_here import serving
 
 from chairlift.cli import main
 from chairlift.server.observability.logs import JsonFormatter, redact_query

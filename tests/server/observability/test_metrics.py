@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import serving, wait_until
+from server_here import serving, wait_until
 
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.replica import Replica

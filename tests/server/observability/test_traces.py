@@ -10,7 +10,7 @@ import httpx
 import pytest
 from local_server import Handler, local_server
 from scripted_engine import ScriptedEngine
-from serving import MODEL, serving, timeline, wait_until
+from server_here import MODEL, serving, timeline, wait_until
 
 from chairlift.errors import EngineDead
 from chairlift.server.config import ServerConfig

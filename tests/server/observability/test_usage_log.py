@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import MODEL, serving, timeline, wait_until
+from server_here import MODEL, serving, timeline, wait_until
 
 from chairlift.cli.main import main
 from chairlift.errors import InvalidSetting

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 from scripted_engine import CACHED, ScriptedEngine
-from serving import serving
+from server_here import serving
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 PROMPT = {"prompt": "a b c", "max_tokens": 2}

@@ -7,7 +7,7 @@ import threading
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine, answer
-from serving import MODEL, serving, wait_until
+from server_here import MODEL, serving, wait_until
 
 pytestmark = pytest.mark.shared_server
 

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.chat.reasoning import ReasoningTokens
 from chairlift.chat_template import ChatTemplate

@@ -4,7 +4,7 @@ import httpx
 import openai
 import pytest
 from scripted_engine import CACHED, ScriptedEngine, answer
-from serving import MODEL, serving, wait_until
+from server_here import MODEL, serving, wait_until
 
 from chairlift.errors import QueueFull
 from chairlift.scheduling import BACKGROUND, Scheduling

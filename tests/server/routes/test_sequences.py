@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import MODEL, serving, wait_until
+from server_here import MODEL, serving, wait_until
 
 from chairlift.cli.main import main
 from chairlift.engine.frames import DropSequence, ForkSequence, SetPriority

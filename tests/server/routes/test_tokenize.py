@@ -1,6 +1,6 @@
 import openai
 import pytest
-from serving import MODEL
+from server_here import MODEL
 
 pytestmark = pytest.mark.shared_server
 

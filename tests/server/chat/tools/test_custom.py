@@ -6,7 +6,7 @@ import anthropic
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.chat.tools.custom import CustomCalls
 from chairlift.chat.tools.parser import ToolCallDelta

@@ -6,7 +6,7 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from cpu_cost import cost
 from pydantic import TypeAdapter
 from scripted_engine import CACHED, answer
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.chat.answer import Delta
 from chairlift.chat.tools.parser import ToolCallDelta

@@ -7,7 +7,7 @@ import re
 import ollama
 import pytest
 from scripted_engine import answer
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.engine.engine_info import EngineInfo

@@ -5,7 +5,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from scripted_engine import CACHED, answer
-from serving import MODEL
+from server_here import MODEL
 
 USER = [{"role": "user", "content": "one two three"}]
 

@@ -6,7 +6,7 @@ import pytest
 from openai.types import Completion
 from pydantic import TypeAdapter
 from scripted_engine import answer, word_token
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.errors import EngineDead
 from chairlift.outputs import Timing

@@ -4,7 +4,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
-from serving import MODEL
+from server_here import MODEL
 
 from chairlift.chat_template import ChatTemplate
 from chairlift.grammar.source import schemas_by_tool

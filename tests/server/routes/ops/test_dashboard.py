@@ -12,7 +12,7 @@ import httpx
 import pytest
 from rich.console import Console
 from scripted_engine import CACHED, ScriptedEngine, ScriptedProcess
-from serving import serving, serving_models, timeline, wait_until
+from server_here import serving, serving_models, timeline, wait_until
 
 from chairlift.cli import top
 from chairlift.engine.stats import COUNTERS, Stats

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from serving import serving, timeline, wait_until
+from server_here import serving, timeline, wait_until
 
 from chairlift.server import registry
 from chairlift.server.observability.explanation import summary_line, summary_text
