@@ -27,7 +27,7 @@ class Stream(Request):
 
     raises = True
     """Whether a choice that fails raises an error. Otherwise its last increment has the finish reason "error" or "deadline"."""
-    max_taken, max_taken_singly = 4096, 256
+    max_taken, max_taken_singly = 4096, 64
     """Tokens of a request that are taken at once, and those of one with stop strings or log-probabilities: many wait for a slow reader."""
 
     def __init__(
