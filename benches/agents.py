@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gate_agents import ROOT, USERS, WORKING_SET, chairlift, llama_cpp, measure, vllm
+from gate_agents import ROOT, USERS, WORKING_SET, chairlift, kv_tokens, llama_cpp, measure, vllm
 from peers.engines import Peer
 from peers.install import HOME, versions
 from scheduler import machine
@@ -55,7 +55,7 @@ def main() -> None:
     rows = []
     for part in args.kv:
         for server in args.servers:
-            tokens = int(WORKING_SET * PARTS[part]) // 256 * 256
+            tokens = kv_tokens(PARTS[part])
             peer = SERVERS[server](tokens)
             figures = measure(peer, tokens, gate=False, trace=args.trace, seconds=args.seconds, state=args.state)
             rows.append(row(server, part, figures))

@@ -25,16 +25,22 @@ from typing import Any
 
 from peers.engines import Peer, chairlift_server, end, llama_server, vllm_server
 from peers.install import HF, HOME, gguf, versions
+from peers.machine import describe
 from scheduler import machine
 
 ROOT = Path(__file__).parent.parent
 WORKING_SET = 15_787
 """Mean tokens of the contexts of eight users of agents_small.jsonl.gz, as `chairlift simulate` gives it."""
 USERS, LONGEST = 8, 8192
-HAS_BF16 = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
+HAS_BF16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(describe()["flags"])
 """Whether this processor multiplies numbers in bf16. On others vLLM is faster in float32."""
 PARTS = {"half": 0.5, "three quarters": 0.75, "all": 2.0}
 START_SECONDS = 300
+
+
+def kv_tokens(share: float) -> int:
+    """Tokens of KV for a part of the contexts, as llama.cpp rounds them."""
+    return int(WORKING_SET * share) // 256 * 256
 
 
 def llama_cpp(tokens: int) -> Peer:
@@ -134,7 +140,7 @@ def main() -> None:
             for gate in (False, True):
                 key = (server, part, gate, args.seconds)
                 if key not in done:
-                    tokens = int(WORKING_SET * share) // 256 * 256  # llama.cpp rounds so
+                    tokens = kv_tokens(share)
                     done[key] = measure(
                         SERVERS[server](tokens), tokens, gate=gate, trace=args.trace, seconds=args.seconds, state=args.state
                     )

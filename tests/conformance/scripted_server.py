@@ -34,16 +34,16 @@ class ToldEngine(CachingEngine):
         return self.tokenizer.decode(prompt, skip_special_tokens=False)
 
     def said(self, text):
-        self.answers = [self._told(text)]
+        self.answers = [self._answer_to(text)]
         return super().said(text)
 
-    def _told(self, text):
-        _, told, said = text.rpartition("SAY:")
-        return said.partition("|")[0] if told else "ok"
+    def _answer_to(self, text):
+        _, found, answer = text.rpartition("SAY:")
+        return answer.partition("|")[0] if found else "ok"
 
     async def _noted(self, stream, outputs):
         text, logged = self.text(stream.prompt_token_ids), False
-        answer = self._told(text)
+        answer = self._answer_to(text)
         repeated = max((shared(text, one) for one in self._earlier), default=0)
         self._earlier.append(text + answer)
         async for output in super()._noted(stream, outputs):

@@ -31,8 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder, **body):
-    counter = TokenCounter(Tokenizer(folder), Tokenizing())
-    return asyncio.run(counter.read("a", json.dumps(body).encode())).tokens
+    return asyncio.run(TokenCounter(Tokenizer(folder), Tokenizing()).tokens("a", read_body(json.dumps(body).encode()).parts))
 
 
 def test_a_prompt_has_the_tokens_of_its_text_and_one_that_goes_on_continues_it(folder):
@@ -70,7 +69,8 @@ def test_many_small_messages_are_few_parts(folder):
             lengths.append(length)
             return await super().in_turn(group, length, encode)
 
-    asyncio.run(TokenCounter(Tokenizer(folder), Turns()).read("a", json.dumps({"messages": [{}, *[1] * 1000]}).encode()))
+    parts = read_body(json.dumps({"messages": [{}, *[1] * 1000]}).encode()).parts
+    asyncio.run(TokenCounter(Tokenizer(folder), Turns()).tokens("a", parts))
     assert lengths[0] > LONG
 
 

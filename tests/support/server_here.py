@@ -68,7 +68,7 @@ def serving_models(
     service = Service(models, policy=policy, tiers=ServiceTiers().granted(keys), exact_history=config.exact_history)
     if config.data_dir is not None:
         service.storage = Storage(config.data_dir, config.max_data_size)
-    app, keys = application(service, config.max_body_size), read_keys(config.api_key, config.api_key_file, config.operator_key)
+    app = application(service, config.max_body_size)
     server = _PromptServer(
         uvicorn.Config(
             guarded(app, config, keys),

@@ -23,7 +23,7 @@ from chairlift.gate.conversations import Conversations
 from chairlift.gate.estimates import Estimates
 from chairlift.gate.held_bodies import HeldBodies
 from chairlift.gate.paths import CLOSES_SESSION, GENERATES, is_of_clients, plain
-from chairlift.gate.prompt import Prompt, read_prompt
+from chairlift.gate.prompt import Prompt, read_body, read_prompt
 from chairlift.gate.token_counter import TokenCounter
 from chairlift.gate.upstream import (
     FAILURES,
@@ -37,7 +37,7 @@ from chairlift.gate.upstream import (
     without_secrets,
 )
 from chairlift.server.errors import ApiError, for_route
-from chairlift.server.http.body import LARGE, read_raw
+from chairlift.server.http.body import LARGE, beside, read_raw
 from chairlift.server.model import ServedModel
 from chairlift.server.routes.sessions import CloseSessionRequest
 from chairlift.server.service import service_of
@@ -96,7 +96,8 @@ class Gate:
                     number = self._first_usable() if is_of_clients(path) else 0
                     if request.method == "POST" and path == CLOSES_SESSION:
                         ran_at = self._close_session(request, raw)
-                        number = number if ran_at is None or not self._upstreams[ran_at].healthy else ran_at
+                        if ran_at is not None and self._upstreams[ran_at].healthy:
+                            number = ran_at
                     await self._pass(request, raw, send, number, None)
         except UpstreamFailed as error:
             raise _refusal(error) from None
@@ -175,9 +176,11 @@ class Gate:
         raise failed
 
     async def _read_prompt(self, request: Request, raw: bytearray) -> Prompt:
-        if self._counter is not None:
-            return await self._counter.read(request.state.ticket.tenant.group, raw)
-        return await asyncio.to_thread(read_prompt, raw) if len(raw) > LARGE else read_prompt(raw)
+        request.state.large = len(raw) > LARGE
+        if self._counter is None:
+            return await beside(request, read_prompt, raw)
+        body = await beside(request, read_body, raw)
+        return body.prompt(await self._counter.tokens(request.state.ticket.tenant.group, body.parts))
 
     async def _pass(
         self, request: Request, raw: bytearray, send: Send, number: int, held: Admitted | None, *, retries: bool = False

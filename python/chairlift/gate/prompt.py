@@ -158,7 +158,7 @@ def _shortened(value: Any, name: str) -> Any:
         case str() if name not in _TEXTS and _is_data(value):
             digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
             words = "".join(f" {_WORDS[int(digit, 16)]}" for digit in digest)
-            return (words * (DATA_TOKENS // len(digest) + 1))[: DATA_TOKENS * BYTES_PER_TOKEN]
+            return words * (DATA_TOKENS // len(digest))
         case dict():
             return {key: _shortened(item, key) for key, item in value.items()}
         case list():

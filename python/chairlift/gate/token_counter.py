@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial
 
 import numpy as np
 
 from chairlift.gate.model_files import VOCABULARY
-from chairlift.gate.prompt import Prompt, TokenIds, read_body, tokens
-from chairlift.server.http.body import LARGE
+from chairlift.gate.prompt import TokenIds, tokens
 from chairlift.server.tokenizing import MAX_CHARACTERS, Tokenizing
 from chairlift.tokenizer import Tokenizer
 
@@ -28,14 +26,12 @@ class TokenCounter:
         self._has_failed = False
         tokenizer.encode_pieces([("", True)])  # prepares it, which takes half a second, before requests come
 
-    async def read(self, group: str, raw: bytes | bytearray) -> Prompt:
-        """Returns the prompt of a body: see `read_prompt`."""
-        body = await asyncio.to_thread(read_body, raw) if len(raw) > LARGE else read_body(raw)
-        length = sum(map(len, body.parts)) + PART_CHARACTERS * len(body.parts)
-        return body.prompt(await self._tokenizing.in_turn(group, length, partial(self._encode, group, body.parts)))
+    async def tokens(self, group: str, parts: list[bytes]) -> np.ndarray:
+        """Returns the tokens of a prompt's parts, int32. After MAX_CHARACTERS they are those of the bytes."""
+        length = sum(map(len, parts)) + PART_CHARACTERS * len(parts)
+        return await self._tokenizing.in_turn(group, length, partial(self._encode, group, parts))
 
     def _encode(self, group: str, parts: list[bytes]) -> np.ndarray:
-        """Returns the tokens of a prompt's parts, int32. After MAX_CHARACTERS they are those of the bytes."""
         texts: list[tuple[str, bool]] = []
         size = 0
         for part in parts:

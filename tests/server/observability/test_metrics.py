@@ -28,8 +28,8 @@ LABELS = {"model_name": "org/fake-model", "engine": "0"}
 
 def replica(stats, info=None, number=0):
     """An engine that reports these counters and limits."""
-    told = EngineInfo(model="m", **(info or {}))
-    return Replica(number, SimpleNamespace(stats=lambda: Stats(**stats), info=told, ready=True, stuck=None))
+    engine_info = EngineInfo(model="m", **(info or {}))
+    return Replica(number, SimpleNamespace(stats=lambda: Stats(**stats), info=engine_info, ready=True, stuck=None))
 
 
 def scrape(http):

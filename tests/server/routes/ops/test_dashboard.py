@@ -170,8 +170,8 @@ def test_a_tier_has_its_requests_its_latencies_and_its_targets(quick):
 
 def test_the_numbers_of_a_session_are_those_of_usage_explanations_and_metrics(quick):
     engine = ScriptedEngine()
-    told = {"states": timeline().states, "compute_seconds": timeline().compute_seconds}
-    engine.shown = CACHED | {"timeline": told | {"draft_tokens": 5, "accepted_draft_tokens": 2}}
+    times = {"states": timeline().states, "compute_seconds": timeline().compute_seconds}
+    engine.shown = CACHED | {"timeline": times | {"draft_tokens": 5, "accepted_draft_tokens": 2}}
     with serving(engine, "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, _), httpx.Client(base_url=base) as http:
         usages, timelines = [], []
         for key, name, n in (("sk-1", "a", 1), ("sk-1", "a", 2), ("sk-2", "a", 1), ("sk-1", None, 1)):
