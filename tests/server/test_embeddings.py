@@ -148,7 +148,8 @@ def test_rerank_orders_documents_by_their_cosine_with_the_query(http: httpx.Clie
         ({"query": "a", "documents": ["b"] * 2048}, "1 to 2047 texts"),
         ({"query": "a", "documents": ["b", 5]}, "document 1 must be"),
         ({"query": "a", "documents": [{"title": "b"}]}, "document 0 must be"),
-        ({"query": "a", "documents": ["b", LONG]}, "Input 2 has 202"),
+        ({"query": "a", "documents": ["b", LONG]}, "Document 1 has 202"),
+        ({"query": LONG, "documents": ["b"]}, "The query has 202"),
         ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated
@@ -51,16 +52,37 @@ class EmbeddingBatch:
         cls, request: Request, body: GenerationRequest, inputs: list[str | list[int]], *, dimensions: int | None, truncate: bool = False
     ) -> EmbeddingBatch:
         """Tokenizes the inputs, texts or token ids. `truncate` shortens those that are too long, which otherwise raise InvalidRequest."""
+        named = [(f"Input {index}", "input") for index in range(len(inputs))]
+        return await cls._of_texts(request, body, inputs, named, dimensions=dimensions, truncate=truncate)
+
+    @classmethod
+    async def of_query(cls, request: Request, body: GenerationRequest, query: str, documents: list[str]) -> EmbeddingBatch:
+        """Tokenizes a query and the documents that are compared with it. Raises InvalidRequest for a text that is too long."""
+        named = [("The query", "query"), *((f"Document {index}", "documents") for index in range(len(documents)))]
+        return await cls._of_texts(request, body, [query, *documents], named, dimensions=None, truncate=False)
+
+    @classmethod
+    async def _of_texts(
+        cls,
+        request: Request,
+        body: GenerationRequest,
+        inputs: Sequence[str | list[int]],
+        named: list[tuple[str, str]],
+        *,
+        dimensions: int | None,
+        truncate: bool,
+    ) -> EmbeddingBatch:
+        """Tokenizes the inputs; `named` has what errors call each, and its field."""
         model = await service_of(request).use(request, body.model, adapters=False)
         limit = check_dimensions(dimensions, model.engine.info)
         if len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"{len(inputs)} inputs in one request, at most {MAX_INPUTS} are allowed", param="input")
-        texts = await _tokens(request, model, inputs, limit, must_fit=not truncate)
+        texts = await _tokens(request, model, inputs, limit, must_fit=not truncate, param=named[-1][1])
         for index, tokens in enumerate(texts):
             if len(tokens) <= limit:
                 continue
             if not truncate:
-                raise _too_long(f"Input {index}", limit, len(tokens), "input")
+                raise _too_long(*named[index], limit, len(tokens))
             kept = model.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
             texts[index] = tokens[: limit - kept] + tokens[len(tokens) - kept :]
         return cls._begin(request, body, texts, EMBED, dimensions)
@@ -74,7 +96,7 @@ class EmbeddingBatch:
         pairs = await model.tokenizing.encode_pairs(group, model.engine.tokenizer, query, documents, limit, param="documents")
         for index, (tokens, _) in enumerate(pairs):
             if len(tokens) > limit:
-                raise _too_long(f"The query with document {index}", limit, len(tokens), "documents")
+                raise _too_long(f"The query with document {index}", "documents", limit, len(tokens))
         # The second text begins after the query, at one place in all pairs.
         params = replace(EMBED, second_text=pairs[0][1])
         return cls._begin(request, body, [tokens for tokens, _ in pairs], params, None)
@@ -99,18 +121,20 @@ class EmbeddingBatch:
         return [embedding for _, embedding in sorted(found.items())]
 
 
-def _too_long(what: str, limit: int, tokens: int, param: str) -> ContextExceeded:
+def _too_long(what: str, param: str, limit: int, tokens: int) -> ContextExceeded:
     message = f"This model's maximum context length is {limit} tokens for an embedding. {what} has {tokens}."
     return ContextExceeded(message, param=param, limit=limit, prompt=tokens)
 
 
-async def _tokens(request: Request, model: ServedModel, inputs: list[str | list[int]], limit: int, *, must_fit: bool) -> list[list[int]]:
+async def _tokens(
+    request: Request, model: ServedModel, inputs: Sequence[str | list[int]], limit: int, *, must_fit: bool, param: str
+) -> list[list[int]]:
     """Returns the token ids of each input; raises InvalidRequest."""
     texts = [one for one in inputs if isinstance(one, str)]
     if len(texts) < len(inputs):
-        await asyncio.to_thread(check_ids, inputs, model.engine.info, "input")
+        await asyncio.to_thread(check_ids, inputs, model.engine.info, param)
     group = request.state.ticket.tenant.group
-    encoded = iter(await model.tokenizing.encode(group, model.engine.tokenizer, texts, limit, must_fit=must_fit, param="input"))
+    encoded = iter(await model.tokenizing.encode(group, model.engine.tokenizer, texts, limit, must_fit=must_fit, param=param))
     return [next(encoded) if isinstance(one, str) else one for one in inputs]
 
 
