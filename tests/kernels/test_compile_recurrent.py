@@ -4,7 +4,7 @@ import re
 
 import pytest
 from compile_gate import FULL
-from offline import SHARED_MEMORY, compiled
+from offline import SHARED_MEMORY, compiled, most_spilled
 from triton import next_power_of_2
 
 from chairlift.kernels import advance_heads, convolve, gated_norm
@@ -53,7 +53,7 @@ def test_advance_heads(model, capability):
     arguments |= {"least": 0.0, "most": advance_heads.LARGEST_STEP, "key_block": key_block, "value_block": value_block}
     made = compiled(advance_heads._advance_heads_kernel, arguments, capability=capability)
     # The state stays in registers from token to token.
-    assert made.spilled <= STACK[capability]
+    assert made.spilled <= most_spilled(STACK[capability], "advance_heads", capability, model)
     assert made.registers <= 168
     assert made.loads[16] > 0
     assert made.stores[16] > 0

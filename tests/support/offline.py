@@ -29,6 +29,7 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 """Bytes of shared memory that a program may have, by compute capability: A100; 3090, A10; 4090, L4; H100; B200; 5090."""
 
 SPILLS: dict[tuple[int, int], dict[tuple[object, ...], int]] = {
+    (3, 9): {("advance_heads", 80, "qwen3-next"): 8, ("expert_linear", 120, 0, "mxfp4"): 8},
     (3, 6): {("prefill", 90, "gemma-4-full", "bf16, fp8 cache"): 816, ("expert_linear", 120, 0, "mxfp4"): 8},
     (3, 4): {
         ("decode of 4", 89, "gemma-2-9b", "bf16, fp8 cache"): 72,
