@@ -122,6 +122,32 @@ class Calls:
             await self.storage.batches.finish(batch, status, json.dumps({"code": "batch_expired", "message": "It expired."}))
 
 
+def test_a_file_whose_deletion_cannot_be_committed_keeps_its_content(tmp_path, monkeypatch):
+    storage = Storage(tmp_path)
+    file = asyncio.run(store(storage, "alice", 10))
+    connection = storage.database._connection  # noqa: SLF001
+
+    class FullDisk:
+        def __getattr__(self, name):
+            return getattr(connection, name)
+
+        def execute(self, query, *values):
+            if query == "COMMIT":
+                raise sqlite3.OperationalError("database or disk is full")
+            return connection.execute(query, *values)
+
+    monkeypatch.setattr(storage.database, "_connection", FullDisk())
+    with pytest.raises(sqlite3.OperationalError):
+        asyncio.run(storage.files.delete("alice", file.id))
+    monkeypatch.undo()
+    storage.check()
+    asyncio.run(storage.files.delete("alice", file.id))
+    storage.check()
+    storage.database.close()
+    with pytest.raises(ApiError, match="shutting down"):
+        asyncio.run(storage.files.get("alice", file.id))
+
+
 async def run(storage, calls):
     """Starts a call each turn of the event loop, so that many run at once, and cancels some."""
     made = Calls(storage)

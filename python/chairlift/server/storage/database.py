@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from chairlift.errors import InvalidSetting
+from chairlift.server.errors import unavailable
 
 if TYPE_CHECKING:
     import sqlite3
@@ -63,6 +64,7 @@ class Database:
         import sqlite3
 
         self._thread = ThreadPoolExecutor(1, "chairlift-data")
+        self._closed = False
         try:
             self._connection: sqlite3.Connection = self._thread.submit(_open, directory / "chairlift.sqlite3").result()
         except (OSError, sqlite3.Error) as error:
@@ -70,9 +72,14 @@ class Database:
             reason = "another process uses it" if "locked" in str(error) else str(error)
             raise InvalidSetting(f"--data-dir {directory}: {reason}") from None
 
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Returns `work(connection)`, committed to the disk; an exception rolls back."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
+    async def run(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
+        """Returns `work(connection)`, committed to the disk; an exception rolls back. Raises ApiError 503 after `close`.
+
+        `then` is called with the result after the commit, even if the caller is cancelled meanwhile.
+        """
+        if self._closed:
+            raise unavailable("the server is shutting down", "shutting_down", 5)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, then)
 
     def run_now(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Like `run`, for use outside of an event loop."""
@@ -80,10 +87,11 @@ class Database:
 
     def close(self) -> None:
         """Finishes what was submitted and closes the database."""
+        self._closed = True
         self._thread.submit(self._connection.close).result()
         self._thread.shutdown()
 
-    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _transact(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             result = work(self._connection)
@@ -92,6 +100,8 @@ class Database:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
+        if then is not None:
+            then(result)
         return result
 
 

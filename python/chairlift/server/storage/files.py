@@ -122,22 +122,28 @@ class Files:
                 return str(reader["id"])
             if connection.execute("DELETE FROM files WHERE id = ?", (id,)).rowcount == 0:
                 raise _unknown(id)  # another call has deleted it
-            self.path(id).unlink(missing_ok=True)
             return None
 
-        if (batch := await self._database.run(work)) is not None:
+        def remove(reader: str | None) -> None:
+            if reader is None:
+                self.path(id).unlink(missing_ok=True)
+
+        if (batch := await self._database.run(work, remove)) is not None:
             raise ApiError(409, f"the batch {batch} reads this file: cancel it first", param="file_id", code="file_in_use")
 
     async def remove_expired(self) -> None:
         """Deletes the files whose time is over, except those that a batch still reads."""
         unused = "id NOT IN (SELECT input_file_id FROM batches WHERE ended_at IS NULL)"
 
-        def work(connection: Connection) -> None:
+        def work(connection: Connection) -> list[str]:
             query = f"DELETE FROM files WHERE expires_at <= ? AND {unused} RETURNING id"
-            for row in connection.execute(query, (int(time.time()),)).fetchall():
-                self.path(row["id"]).unlink(missing_ok=True)
+            return [row["id"] for row in connection.execute(query, (int(time.time()),)).fetchall()]
 
-        await self._database.run(work)
+        def remove(ids: list[str]) -> None:
+            for id in ids:
+                self.path(id).unlink(missing_ok=True)
+
+        await self._database.run(work, remove)
 
     async def content(self, file: StoredFile) -> AsyncGenerator[bytes]:
         """Yields the bytes of a file; raises ApiError 404 if it has been deleted meanwhile."""
