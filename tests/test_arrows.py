@@ -86,7 +86,7 @@ IN_SERVER = {
         "streaming",
         "tokenizing",
     },
-    "batch": {"admission", "errors", "http", "keys", "lifecycle", "observability", "service", "storage"},
+    "batch": {"admission", "errors", "http", "keys", "lifecycle", "observability", "registry", "service", "storage"},
     "embedding": {"errors", "generation", "model", "schema", "service"},
     "chat": {"cache_miss", "errors", "generation", "http", "keys", "model", "schema", "service", "turns", "usage"},
     "streaming": {"errors", "http"},

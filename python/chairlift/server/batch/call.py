@@ -16,6 +16,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.http.responses import to_json_bytes
 from chairlift.server.keys import Tenant
 from chairlift.server.observability.request_context import CURRENT_REQUEST, RequestContext
+from chairlift.server.registry import RequestRegistry
 
 _OVERLOADED = ("queue_full", "overloaded")
 
@@ -36,17 +37,17 @@ class Reply:
         return self.status == 503 and json.loads(self.body)["error"]["code"] in _OVERLOADED
 
 
-async def call(app: ASGIApp, admission: Admission, tenant: Tenant, url: str, body: dict[str, Any]) -> Reply:
+async def call(app: ASGIApp, admission: Admission, registry: RequestRegistry, tenant: Tenant, url: str, body: dict[str, Any]) -> Reply:
     """Posts `body` for `tenant` as a background request and returns the response.
 
-    `admission` counts the background's requests. The caller handles exceptions of the application.
+    `admission` counts the background's requests, and `registry` knows them. The caller handles exceptions of the application.
     """
     context = RequestContext(uuid.uuid4().hex)
     if body.get("stream"):
         refusal = ApiError(400, "a request of a batch cannot be streamed: leave out stream", param="stream")
         return Reply(refusal.status, context.request_id, to_json_bytes(refusal.envelope))
     CURRENT_REQUEST.set(context)
-    pending = [to_json_bytes(body | {"priority": BACKGROUND})]
+    pending = [await asyncio.to_thread(to_json_bytes, body | {"priority": BACKGROUND})]  # it may have megabytes
     parts: list[bytes] = []
     status, retry_after = 500, 0
 
@@ -69,6 +70,7 @@ async def call(app: ASGIApp, admission: Admission, tenant: Tenant, url: str, bod
         await app(_scope(url, state), receive, send)
     finally:
         ticket.release()
+        registry.remove_preparing(tenant.name, context)  # the engine has not got one that was refused
     return Reply(status, context.request_id, b"".join(parts), retry_after)
 
 

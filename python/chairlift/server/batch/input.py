@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from pydantic_core import from_json
 
 from chairlift.errors import brief
+from chairlift.server.http.body import MAX_VALUES, has_too_many_values
 from chairlift.server.storage.batches import BatchRequest, Status
 from chairlift.server.storage.storage import Storage
 
@@ -89,6 +90,8 @@ def _lines(stream: BinaryIO, max_line: int) -> Iterator[tuple[int, int, bytes]]:
 
 def _check(text: bytes, endpoint: str | None, line: int) -> str:
     """Returns a line's custom_id; raises InputError."""
+    if has_too_many_values(text):
+        raise InputError("invalid_json_line", f"the line has more than {MAX_VALUES} objects, arrays and fields", line=line)
     try:
         fields = from_json(text, allow_inf_nan=False)
     except ValueError as error:

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp
@@ -16,7 +17,7 @@ from chairlift.engine.background import cancel
 from chairlift.engine.stats import Stats
 from chairlift.server.admission import Admission
 from chairlift.server.batch.call import Reply, call
-from chairlift.server.batch.input import read_input, read_request
+from chairlift.server.batch.input import InputError, read_input, read_request
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Keys
 from chairlift.server.lifecycle import ModelState
@@ -71,6 +72,8 @@ class BatchRunner:
         self._answers: list[Answer] = []
         self._wake = storage.batches.changed
         self._cleaned = 0.0
+        self._retry_at: dict[str, float] = {}
+        """When a batch is tried again whose last step failed."""
 
     async def run(self) -> None:
         """Runs batches forever."""
@@ -78,9 +81,9 @@ class BatchRunner:
             while True:
                 try:
                     self._wake.clear()
-                    await self._advance()
+                    await self._advance(self._move_on_or_wait)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_CLEAN_SECONDS):
+                        async with asyncio.timeout(_RETRY_SECONDS if self._open or self._retry_at else _CLEAN_SECONDS):
                             await self._wake.wait()
                 except Exception:
                     logger.exception("batches stopped for %g s", _RETRY_SECONDS)
@@ -95,14 +98,14 @@ class BatchRunner:
         try:
             while True:
                 self._wake.clear()
-                if not await self._advance():
+                if not await self._advance(self._move_on):
                     return
                 await self._wake.wait()
         finally:
             await self._forget()
             await self._store_answers()
 
-    async def _advance(self) -> bool:
+    async def _advance(self, move_on: Callable[[Batch], Awaitable[None]]) -> bool:
         """Stores the answers that have come, moves every batch on and starts requests. Returns whether a batch is open."""
         await self._store_answers()
         if time.monotonic() - self._cleaned > _CLEAN_SECONDS:
@@ -111,9 +114,20 @@ class BatchRunner:
             await self._storage.batches.remove_old()
         batches = await self._storage.batches.open()
         for batch in batches:
-            await self._move_on(batch)
+            await move_on(batch)
         await self._start_requests()
         return bool(batches)
+
+    async def _move_on_or_wait(self, batch: Batch) -> None:
+        """Moves a batch on. One whose step fails, as on a full disk, is tried again later, and holds up no other."""
+        if time.monotonic() < self._retry_at.get(batch.id, 0.0):
+            return
+        self._retry_at.pop(batch.id, None)
+        try:
+            await self._move_on(batch)
+        except Exception:
+            logger.exception("%s waits for %g s", batch.id, _RETRY_SECONDS)
+            self._retry_at[batch.id] = time.monotonic() + _RETRY_SECONDS
 
     async def _move_on(self, batch: Batch) -> None:
         """Does what a batch's status asks for, except for starting requests."""
@@ -126,7 +140,10 @@ class BatchRunner:
             await self._end(batch, Status.EXPIRED, _EXPIRED)
         elif batch.status is Status.VALIDATING:
             path = self._storage.files.path(batch.input_file_id)
-            requests, errors = await asyncio.to_thread(read_input, path, batch.fields["endpoint"], self._max_body_size)
+            try:
+                requests, errors = await asyncio.to_thread(read_input, path, batch.fields["endpoint"], self._max_body_size)
+            except FileNotFoundError:
+                requests, errors = [], [InputError("file_not_found", "the input file is gone", "input_file_id").fields]
             if errors:
                 await storage.fail(batch, errors)
             else:
@@ -146,13 +163,18 @@ class BatchRunner:
     async def _start_requests(self) -> None:
         """Starts requests until enough run, in turn from the tenant with the fewest running ones, and from its batch with the fewest."""
         service = self._service
+        limit = max(model.engine.info.max_num_seqs for model in service.models)
+        running: Counter[str] = Counter()
+        for one in self._open.values():
+            running[one.batch.tenant] += len(one.running)
+        limits = {tenant: self._keys.named(tenant).max_requests or limit for tenant in running}
         while not service.draining and any(model.lifecycle.state in _SERVING for model in service.models):
-            limit = max(model.engine.info.max_num_seqs for model in service.models)
-            running: Counter[str] = Counter()
-            for one in self._open.values():
-                running[one.batch.tenant] += len(one.running)
-            unstarted = [one for one in self._open.values() if one.pending or not one.exhausted]
-            ready = [one for one in unstarted if running[one.batch.tenant] < (self._keys.named(one.batch.tenant).max_requests or limit)]
+            await asyncio.sleep(0)  # there may be a thousand batches
+            ready = [
+                one
+                for one in self._open.values()
+                if (one.pending or not one.exhausted) and running[one.batch.tenant] < limits[one.batch.tenant]
+            ]
             if not ready or running.total() >= limit:
                 return
             chosen = min(ready, key=lambda one: (running[one.batch.tenant], len(one.running)))
@@ -164,6 +186,7 @@ class BatchRunner:
                 continue
             task = asyncio.create_task(self._answer(chosen, chosen.pending.popleft()))
             chosen.running.add(task)
+            running[chosen.batch.tenant] += 1
             task.add_done_callback(chosen.running.discard)
             task.add_done_callback(lambda _: self._wake.set())
 
@@ -173,7 +196,7 @@ class BatchRunner:
         tenant = replace(self._keys.named(batch.tenant), max_queued=None, max_requests=None)  # its limits are applied above
         try:
             url, body = await asyncio.to_thread(read_request, self._storage.files.path(batch.input_file_id), request)
-            reply = await call(self._app, self._admission, tenant, url, body)
+            reply = await call(self._app, self._admission, self._service.registry, tenant, url, body)
         except Exception:
             logger.exception("request %r of %s failed", request.custom_id, batch.id)
             reply = Reply(500, "", b'{"error":{"message":"internal error","type":"server_error","param":null,"code":"internal_error"}}')

@@ -77,7 +77,7 @@ async def read_names(request: Request, *fields: str) -> dict[str, Any]:
 
 def parse(raw: bytes | bytearray) -> dict[str, Any]:
     """Returns the body; raises ApiError 400."""
-    if sum(map(raw.count, _VALUE_MARKS)) > MAX_VALUES and _num_values(raw) > MAX_VALUES:
+    if has_too_many_values(raw):
         raise ApiError(400, f"the body has more than {MAX_VALUES} objects, arrays and fields", code="invalid_json")
     try:
         body = from_json(raw, allow_inf_nan=False)
@@ -86,6 +86,11 @@ def parse(raw: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return body
+
+
+def has_too_many_values(raw: bytes | bytearray) -> bool:
+    """Whether a JSON text has more than MAX_VALUES objects, arrays and fields."""
+    return sum(map(raw.count, _VALUE_MARKS)) > MAX_VALUES and _num_values(raw) > MAX_VALUES
 
 
 def _num_values(raw: bytes | bytearray) -> int:

@@ -185,7 +185,8 @@ class Batches:
     async def open(self) -> list[Batch]:
         """Returns the batches of all tenants that have not ended, oldest first."""
         query = f"SELECT {_COLUMNS} FROM batches WHERE ended_at IS NULL ORDER BY seq"
-        return [_batch(row) for row in await self._database.run(lambda connection: connection.execute(query).fetchall())]
+        # Their fields are parsed in the database's thread: there may be a thousand batches.
+        return await self._database.run(lambda connection: [_batch(row) for row in connection.execute(query)])
 
     async def cancel(self, tenant: str, id: str) -> Batch:
         """Begins the cancellation of a batch; raises ApiError 404, and 409 if it has ended or its output is being written."""

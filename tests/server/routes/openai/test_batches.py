@@ -17,6 +17,7 @@ from chairlift.server.batch import input as batch_input
 from chairlift.server.batch import runner
 from chairlift.server.batch.call import Reply
 from chairlift.server.errors import unavailable
+from chairlift.server.http import body
 from chairlift.server.http.responses import to_json_bytes
 from chairlift.server.storage import batches, files
 
@@ -230,7 +231,7 @@ def test_an_expired_batch_keeps_its_answers(alice, monkeypatch):
 def test_a_request_that_the_server_cannot_serve_is_tried_three_times(alice, monkeypatch):
     tried = []
 
-    async def refuse(app, admission, tenant, url, body):
+    async def refuse(app, admission, registry, tenant, url, body):
         tried.append(body)
         return Reply(503, "r", to_json_bytes(unavailable("the engine died", "engine_dead", 1).envelope), 1)
 
@@ -265,9 +266,9 @@ def test_a_request_waits_as_long_as_the_server_is_overloaded(alice, engine, monk
 def test_a_request_that_names_no_model_of_the_server_is_answered_after_a_503(alice, monkeypatch):
     seen, call = [], runner.call
 
-    async def refuse_once(app, admission, tenant, url, body):
+    async def refuse_once(app, admission, registry, tenant, url, body):
         if body in seen:
-            return await call(app, admission, tenant, url, body)
+            return await call(app, admission, registry, tenant, url, body)
         seen.append(body)
         return Reply(503, "r", to_json_bytes(unavailable("the model is still loading", "not_ready", 1).envelope))
 
@@ -275,6 +276,53 @@ def test_a_request_that_names_no_model_of_the_server_is_answered_after_a_503(ali
     batch = ended(alice, start(alice, line("a", model="nobody"), line("b", model=["x"]), line("c")))
     assert [answer["response"]["status_code"] for answer in lines_of(alice, batch.error_file_id)] == [404, 400]
     assert [answer["custom_id"] for answer in lines_of(alice, batch.output_file_id)] == ["c"]
+
+
+def test_a_refused_request_of_a_batch_is_not_remembered_as_one_that_begins(server, alice):
+    ended(alice, start(alice, *(line(str(number), max_tokens=0) for number in range(5))))
+    assert not server[1].registry._preparing  # noqa: SLF001
+
+
+def test_a_line_has_no_more_values_than_a_body(alice, monkeypatch):
+    monkeypatch.setattr(body, "MAX_VALUES", 100)
+    batch = ended(alice, start(alice, line("a", prompt=[[]] * 100)))
+    assert (batch.status, batch.errors.data[0].line) == ("failed", 1)
+    assert "objects, arrays and fields" in batch.errors.data[0].message
+
+
+@pytest.mark.parametrize("status", ["validating", "finishing"])
+def test_a_batch_that_cannot_go_on_holds_up_no_other(server, alice, bob, monkeypatch, status):
+    """Its input is gone, or its output cannot be written."""
+    storage = server[1].storage
+    monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.1)
+    if status == "validating":
+        file = upload(alice, line("a"))
+        storage.files.path(file.id).unlink()
+        assert (
+            ended(alice, alice.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")).status
+            == "failed"
+        )
+
+        def read_input(path, *rest):
+            if b'"custom_id": "stuck"' in path.read_bytes():
+                raise OSError("input/output error")
+            return batch_input.read_input(path, *rest)
+
+        monkeypatch.setattr(runner, "read_input", read_input)
+    else:
+        write = storage.batches.finish
+
+        async def finish(batch, *rest):
+            if batch.tenant == "alice":
+                raise OSError("no space left on device")
+            await write(batch, *rest)
+
+        monkeypatch.setattr(storage.batches, "finish", finish)
+    stuck = start(alice, line("stuck"))
+    assert ended(bob, start(bob, line("b"))).request_counts.completed == 1
+    assert alice.batches.retrieve(stuck.id).status == ("validating" if status == "validating" else "in_progress")
+    monkeypatch.undo()
+    assert ended(alice, stuck).status == "completed"
 
 
 def test_files_are_listed_and_deleted(alice):
