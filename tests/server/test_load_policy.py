@@ -133,6 +133,17 @@ def test_a_stopped_model_goes_when_it_is_idle_and_comes_back():
     assert kinds(made.decide(2.2)) == [("load", "a")]
 
 
+def test_a_model_that_the_operator_loads_after_a_stop_stays():
+    made = policy("a", keep_alive=60.0)
+    loaded(made, "a", 0.0)
+    made.stop("a")
+    assert kinds(made.decide(1.0)) == [("unload", "a")]
+    made.unloaded("a")
+    loaded(made, "a", 2.0)
+    assert made.decide(3.0) == []
+    assert made.expires_at("a") == 62.0
+
+
 def test_the_cheapest_to_reload_goes_first_then_the_longest_unused():
     made = policy("slow", "old", "new", "d", max_loaded=3)
     loaded(made, "slow", 0.0, seconds=30.0)

@@ -194,6 +194,7 @@ class EngineKeeper:
             await self._forget(replica)
             return True
         await replica.engine.close()
+        self._model.lifecycle.start_scheduled()
         started = await self._start(replica)
         self._keep(replica)
         return started

@@ -110,7 +110,8 @@ class LoadPolicy:
 
     def want(self, name: str) -> None:
         """Asks for the model to be loaded without a request."""
-        self._models[name].wanted = self._models[name].stage is Stage.UNLOADED
+        model = self._models[name]
+        model.wanted, model.current_keep_alive = model.stage is Stage.UNLOADED, model.keep_alive
 
     def stop(self, name: str) -> None:
         """Asks for the model to be unloaded as soon as no request needs it. A new request cancels that."""

@@ -104,7 +104,11 @@ class Submission:
         while True:
             async with AsyncExitStack() as probation:
                 if self._losses == MAX_LOSSES:
-                    await probation.enter_async_context(self._model.probation)
+                    try:
+                        async with asyncio.timeout(self._seconds_left()):
+                            await probation.enter_async_context(self._model.probation)
+                    except TimeoutError:
+                        raise self._missed() from None
                 await self._wait_for_engine()
                 if self._stream is not None and not self._goes_on(delivered):
                     self._stream = None
@@ -198,16 +202,22 @@ class Submission:
         lifecycle = self._model.lifecycle
         if lifecycle.engine_available:
             return
+        self._waited_for_engine = True
+        if await lifecycle.wait_for_engine(self._seconds_left()):
+            return
+        if self._seconds_left() == 0:
+            raise self._missed()
+        raise lifecycle.refusal(admitted=True)
+
+    def _seconds_left(self) -> float | None:
+        """Seconds until the request's next deadline, 0 after it; None without one."""
         first = None if self.num_received else self._scheduling.ttft_deadline_ms
         deadlines = [ms for ms in (self._scheduling.deadline_ms, first) if ms is not None]
-        self._waited_for_engine = True
-        deadline = self._context.arrived + min(deadlines) / 1e3 if deadlines else None
-        if await lifecycle.wait_for_engine(None if deadline is None else max(0.0, deadline - time.monotonic())):
-            return
-        if deadline is not None and time.monotonic() >= deadline:
-            message = "the request missed its deadline while the engine was restarting: allow more time"
-            raise DeadlineMissed(message, prompt_tokens=len(self._prompt), completion_tokens=self.num_received)
-        raise lifecycle.refusal(admitted=True)
+        return max(0.0, self._context.arrived + min(deadlines) / 1e3 - time.monotonic()) if deadlines else None
+
+    def _missed(self) -> DeadlineMissed:
+        message = "the request missed its deadline while the engine was restarting: allow more time"
+        return DeadlineMissed(message, prompt_tokens=len(self._prompt), completion_tokens=self.num_received)
 
     def _check_loss(self, error: EngineDead, delivered: bool) -> None:
         """Raises ApiError 503 unless the next engine may get the request after its engine died."""

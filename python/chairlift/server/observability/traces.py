@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 EXPORT_TIMEOUT = 3.0
 """Seconds that an export may take; the server's shutdown waits for it."""
 
+_SPANS_PER_YIELD = 8
+"""Sequences that are exported before others get a turn."""
+
 
 def check_installed() -> None:
     """Raises InvalidSetting if OpenTelemetry is not installed. Imports little of it."""
@@ -68,7 +71,9 @@ class Traces:
         except ChairliftError as error:
             logger.debug("no trace of %s: %s", engine_id, error)
             return
-        for timeline in timelines:
+        for index, timeline in enumerate(timelines):
+            if index % _SPANS_PER_YIELD == _SPANS_PER_YIELD - 1:
+                await asyncio.sleep(0)
             self.send(timeline, model, engine_id, request_context)
 
     def send(self, timeline: Timeline, model: str, engine_id: str, request_context: RequestContext | None) -> None:
