@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -29,18 +30,29 @@ def argument_types(parameters: Mapping[str, Any] | None) -> dict[str, frozenset[
 
 
 def argument_json(text: str, types: frozenset[str]) -> str:
-    """Returns the JSON of an argument that a model wrote as `text`: the value that it spells if that has one of `types`, else the text."""
+    """Returns the JSON of an argument that a model wrote as `text`: the value that it spells if that has one of `types`, else the text.
+
+    Where no text is allowed, the value may be spelled as a literal of Python.
+    """
     word = text.strip()
     try:
         value = from_json(_PYTHON.get(word, word), allow_inf_nan=False)
     except ValueError:
-        value = text
+        value = text if not types or "string" in types else _python_value(word)
     if isinstance(value, str) or ("string" in types and types.isdisjoint(_types_of(value))):
         value = text
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
+
+
+def _python_value(text: str) -> Any:
+    """Returns the value of a literal; the text if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return text
 
 
 def _types(schema: Any, root: Any, resolved: dict[str, frozenset[str]], depth: int) -> frozenset[str]:

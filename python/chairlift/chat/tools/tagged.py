@@ -1,4 +1,4 @@
-"""Formats in which each argument of a call stands between tags, as plain text: Qwen's and GLM's."""
+"""Formats in which each argument of a call stands between tags, as plain text: those of Qwen, Seed-OSS, MiniMax and GLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from chairlift.chat.tools.argument_types import argument_json
 from chairlift.chat.tools.hermes import HERMES_CLOSE, HERMES_OPEN, Hermes
 from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps
 
-QWEN_FUNCTION, QWEN_PARAMETER = "<function=", "<parameter="
+QWEN_PARAMETER = "<parameter="
+SEED_OPEN, SEED_CLOSE = "<seed:tool_call>", "</seed:tool_call>"
+MINIMAX_OPEN, MINIMAX_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 GLM_KEY = "<arg_key>"
 
 
@@ -37,7 +39,7 @@ class Tagged(Hermes):
         """Consumes the beginning of a call; returns the function's name."""
 
     def _call(self) -> ParserSteps:
-        if self._raw == [HERMES_OPEN] and (yield from self._skip_space()) in ("{", "["):
+        if self._raw == [self.marks[0]] and (yield from self._skip_space()) in ("{", "["):
             yield from super()._call()
             return
         name = yield from self._call_name()
@@ -76,7 +78,7 @@ class Tagged(Hermes):
         if self.value_tag:
             yield from self._skip_space()
             yield from self._expect_one_of(self.value_tag)
-        elif (yield from self._peek()) == "\n":
+        elif self.value_ends[0][0] == "\n" and (yield from self._peek()) == "\n":
             self._take()
         self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw.clear()
@@ -98,17 +100,42 @@ class Qwen(Tagged):
     The tags are on lines of their own. The outer ones may be missing.
     """
 
-    marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, QWEN_FUNCTION, HERMES_CLOSE)
-    inner_marks = (QWEN_PARAMETER, "</parameter>", "</function>")
+    marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, "<function=", HERMES_CLOSE)
+    inner_marks: ClassVar[tuple[str, ...]] = (QWEN_PARAMETER, "</parameter>", "</function>")
     key_tags = (QWEN_PARAMETER, ">")
     value_tag = ""
-    value_ends = ("\n</parameter>", "</parameter>")
-    ends = ("</function>", HERMES_CLOSE)
+    value_ends: ClassVar[tuple[str, ...]] = ("\n</parameter>", "</parameter>")
+    ends: ClassVar[tuple[str, ...]] = ("</function>", HERMES_CLOSE)
 
     def _call_name(self) -> Generator[None, None, str]:
-        if self._raw[0] != QWEN_FUNCTION:
-            yield from self._expect_one_of(QWEN_FUNCTION)
-        return (yield from self._text_until(">", MAX_HEAD)).strip()
+        function = self.marks[1]
+        if self._raw[0] != function:
+            yield from self._skip_space()
+            yield from self._expect_one_of(function)
+        return (yield from self._text_until(self.key_tags[1], MAX_HEAD)).strip()
+
+
+class Seed(Qwen):
+    """`<seed:tool_call><function=f><parameter=city>Bern</parameter></function></seed:tool_call>`: the format of Seed-OSS.
+
+    Line breaks at both ends of a value belong to it.
+    """
+
+    marks = (SEED_OPEN, "<function=", SEED_CLOSE)
+    end_mark = SEED_CLOSE
+    value_ends = ("</parameter>",)
+    ends = ("</function>", SEED_CLOSE)
+
+
+class MiniMax(Qwen):
+    """`<minimax:tool_call><invoke name="f"><parameter name="city">Bern</parameter></invoke></minimax:tool_call>`: MiniMax-M2's format."""
+
+    marks = (MINIMAX_OPEN, '<invoke name="', MINIMAX_CLOSE)
+    end_mark = MINIMAX_CLOSE
+    inner_marks = ()
+    key_tags = ('<parameter name="', '">')
+    value_ends = ("</parameter>",)
+    ends = ("</invoke>", MINIMAX_CLOSE)
 
 
 class Glm(Tagged):
