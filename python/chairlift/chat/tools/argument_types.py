@@ -13,8 +13,8 @@ _JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "arra
 _MAX_DEPTH = 64
 """Maximum nesting of references and branches; what lies deeper says nothing."""
 _NONE: frozenset[str] = frozenset()
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Templates write earlier arguments with Jinja's `string` filter, so models write Python's words too."""
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""What models write for JSON's words too: templates write earlier arguments with Jinja's `string` filter."""
 
 
 def argument_types(parameters: Mapping[str, Any] | None) -> dict[str, frozenset[str]]:
@@ -36,7 +36,7 @@ def argument_json(text: str, types: frozenset[str]) -> str:
     """
     word = text.strip()
     try:
-        value = from_json(_PYTHON.get(word, word), allow_inf_nan=False)
+        value = from_json(PYTHON_WORDS.get(word, word), allow_inf_nan=False)
     except ValueError:
         value = text if not types or "string" in types else _python_value(word)
     if isinstance(value, str) or ("string" in types and types.isdisjoint(_types_of(value))):

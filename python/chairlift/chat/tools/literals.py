@@ -7,6 +7,7 @@ import json
 from collections.abc import Generator
 from typing import Any, ClassVar
 
+from chairlift.chat.tools.argument_types import PYTHON_WORDS
 from chairlift.chat.tools.parser import InvalidCall, ParserSteps, ToolParser
 from chairlift.grammar.source import ToolCallFormat
 
@@ -94,7 +95,7 @@ class Gemma(ToolParser):
                 return (yield from self._quoted())
         text = yield from self._bare(",]}")
         try:
-            return json.loads(text)
+            return json.loads(PYTHON_WORDS.get(text, text))
         except ValueError:
             return text
 

@@ -149,9 +149,9 @@ GOLDEN = [
     ("gemma", "Hello.", "Hello.", []),
     (
         "gemma",
-        'Ok <|tool_call>call:f{city:<|"|>Bern, {CH}<|"|>,days:3,at:{x:[1.5,true,<|"|>"q"<|"|>],y:{}},z:null}<tool_call|>',
+        'Ok <|tool_call>call:f{city:<|"|>Bern, {CH}<|"|>,days:3,at:{x:[1.5,true,<|"|>"q"<|"|>],y:{}},z:None,t:True}<tool_call|>',
         "Ok",
-        [("f", '{"city": "Bern, {CH}", "days": 3, "at": {"x": [1.5, true, "\\"q\\""], "y": {}}, "z": null}')],
+        [("f", '{"city": "Bern, {CH}", "days": 3, "at": {"x": [1.5, true, "\\"q\\""], "y": {}}, "z": null, "t": true}')],
     ),
     (
         "gemma",
