@@ -42,7 +42,9 @@ def argument_json(text: str, types: frozenset[str]) -> str:
     if isinstance(value, str) or ("string" in types and types.isdisjoint(_types_of(value))):
         value = text
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()  # no response could carry half a surrogate pair
+        return written
     except (TypeError, ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
 

@@ -208,6 +208,14 @@ GOLDEN = [
     ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>", "<tool_call>\n<function=unknown>\n</function>", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno", "<tool_call>\n<function=f>\nno", []),
     ("qwen3_coder", qwen("f", days="1e999", ratio="NaN"), "I look.", [("f", '{"days": "1e999", "ratio": "NaN"}')]),
+    # Python's literals where no text is allowed; one that JSON cannot have is text.
+    (
+        "qwen3_coder",
+        qwen("f", at="{'a': (True, '7')}", maybe="['a']"),
+        "I look.",
+        [("f", """{"at": {"a": [true, "7"]}, "maybe": "['a']"}""")],
+    ),
+    ("qwen3_coder", qwen("f", many=r"['\ud800']", at="{1, 2}"), "I look.", [("f", r"""{"many": "['\\ud800']", "at": "{1, 2}"}""")]),
     # GLM 4.5 and 4.7
     ("glm", "Hello <b>.", "Hello <b>.", []),
     (
