@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import ClassVar
 
 from chairlift.chat.tools.argument_types import argument_json
@@ -33,6 +33,8 @@ class Tagged(Hermes):
     """The tag after its value, with and without the line break that belongs to it."""
     ends: ClassVar[tuple[str, ...]]
     """The tags of which each ends a call."""
+    forgetful: ClassVar[bool] = False
+    """Whether models forget the tag after a value, before the next tag on a line of its own."""
 
     @abstractmethod
     def _call_name(self) -> Generator[None, None, str]:
@@ -85,13 +87,49 @@ class Tagged(Hermes):
         types = self._types.get(name, {}).get(key, frozenset())
         if types == {"string"}:
             self._emit_arguments('"')
-            ended = yield from self._until(self.value_ends, lambda piece: self._emit_arguments(json.dumps(piece, ensure_ascii=False)[1:-1]))
+            ended = yield from self._text_of_value(name, lambda piece: self._emit_arguments(json.dumps(piece, ensure_ascii=False)[1:-1]))
             self._emit_arguments('"' if ended else "")
-            return bool(ended)
+            return ended
         pieces: list[str] = []
-        ended = yield from self._until(self.value_ends, pieces.append)
+        ended = yield from self._text_of_value(name, pieces.append)
         self._emit_arguments(argument_json("".join(pieces), types) if ended else "")
-        return bool(ended)
+        return ended
+
+    def _text_of_value(self, name: str, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+        """Passes a value of a call of `name` to `emit`, and consumes the tag after it. Returns False if the text ends within it."""
+        further = tuple(f"\n{tag}" for tag in (self.key_tags[0], *self.ends)) if self.forgetful else ()
+        while mark := (yield from self._until((*self.value_ends, *further), emit)):
+            if mark in self.value_ends:
+                return True
+            self._raw = [mark]
+            try:
+                yield from self._expect_after_value(name, mark)
+            except InvalidCall:
+                emit(mark)
+                self._unread(len(mark))
+            else:
+                self._unread(1)
+                return True
+        return False
+
+    def _expect_after_value(self, name: str, mark: str) -> ParserSteps:
+        """Consumes what shows that `mark` is not part of a value: the name of one of the function's arguments, or the end of the call."""
+        if mark[1:] == self.key_tags[0]:
+            yield from self._expect_one_of(*(f"{key}{self.key_tags[1]}" for key in self._types.get(name, ())))
+            return
+        if mark[1:] != self.end_mark and (yield from self._skip_space()):
+            yield from self._expect_one_of(self.end_mark)
+        if (yield from self._skip_space()):
+            yield from self._expect_one_of(self.marks[0])
+
+    def _unread(self, start: int) -> None:
+        """Returns what was consumed since `_raw` began, from its character `start` on, to the text."""
+        back = "".join(self._raw)[start:]
+        self._raw.clear()
+        if len(back) <= self._at:
+            self._at -= len(back)
+        else:  # it came in several pieces
+            self._text, self._at = back + self._text[self._at :], 0
 
 
 class Qwen(Tagged):
@@ -106,6 +144,7 @@ class Qwen(Tagged):
     value_tag = ""
     value_ends: ClassVar[tuple[str, ...]] = ("\n</parameter>", "</parameter>")
     ends: ClassVar[tuple[str, ...]] = ("</function>", HERMES_CLOSE)
+    forgetful = True
 
     def _call_name(self) -> Generator[None, None, str]:
         function = self.marks[1]
@@ -125,6 +164,7 @@ class Seed(Qwen):
     end_mark = SEED_CLOSE
     value_ends = ("</parameter>",)
     ends = ("</function>", SEED_CLOSE)
+    forgetful = False
 
 
 class MiniMax(Qwen):
@@ -136,6 +176,7 @@ class MiniMax(Qwen):
     key_tags = ('<parameter name="', '">')
     value_ends = ("</parameter>",)
     ends = ("</invoke>", MINIMAX_CLOSE)
+    forgetful = False
 
 
 class Glm(Tagged):

@@ -10,7 +10,7 @@ from chairlift.chat.tools.formats import TOOL_PARSERS, parser_for_template
 from chairlift.chat.tools.json_text import JsonText
 from chairlift.chat.tools.parser import ToolCallDelta
 
-NAMES = ("f", "get_weather")
+NAMES = ("f", "get_weather", "get-it")
 COLOUR = {"enum": ["red", "7"]}
 PROPERTIES = {
     "city": {"type": "string"},
@@ -199,6 +199,19 @@ GOLDEN = [
     ("qwen3_coder", "<function=f><parameter=city>Bern</parameter></function>ok", "ok", [("f", '{"city": "Bern"}')]),
     ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
     ("qwen3_coder", "<tool_call><function=f></tool_call>x", "x", [("f", "{}")]),
+    # A value's end forgotten, and what only looks like it.
+    (
+        "qwen3_coder",
+        f"{qwen('f', city='Bern', days='3')}{qwen('f', city='Bern')}".replace("\n</parameter>", "").replace("l>I look.", "l>"),
+        "I look.",
+        [("f", '{"city": "Bern", "days": 3}'), ("f", '{"city": "Bern"}')],
+    ),
+    (
+        "qwen3_coder",
+        qwen("f", city="a\n<parameter=x>\n</tool_call>\n</function>\n</tool_call> b\n</function>", any="1\n</function>"),
+        "I look.",
+        [("f", r"""{"city": "a\n<parameter=x>\n</tool_call>\n</function>\n</tool_call> b\n</function>", "any": "1\n</function>"}""")],
+    ),
     # Broken off, and broken.
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=city>\nBe", "", [("f", '{"city": "Be')]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=days>\n12", "", [("f", '{"days": ')]),
@@ -268,6 +281,7 @@ GOLDEN = [
     ("pythonic", "Hello [1].", "Hello [1].", []),
     ("pythonic", "[1] is a source.", "[1] is a source.", []),
     ("pythonic", "[f()", "[f()", []),
+    ("pythonic", "[get-it(a='-')]", "", [("get-it", '{"a": "-"}')]),
     (
         "pythonic",
         '[f(a="x]\\"", b=[-1, (2.5, None)], c={"d": True, "e": false}), get_weather()]',
