@@ -274,8 +274,12 @@ class Harmony(ToolParser):
         except InvalidCall:
             return
         recipient = _RECIPIENT.search(head)
-        if recipient is not None and recipient[1] in self._names and (yield from self._skip_space()) == "{":
-            yield from self._attempt(self._arguments(recipient[1]))
+        if recipient is not None and recipient[1] in self._names:
+            match (yield from self._skip_space()):
+                case "{":
+                    yield from self._attempt(self._arguments(recipient[1]))
+                case "":  # a function without arguments
+                    self._whole_call(recipient[1], "{}")
         self._raw.clear()
 
 

@@ -314,6 +314,7 @@ GOLDEN = [
     ),
     ("openai", " to=functions.f<|channel|>comm", "", []),
     ("openai", " to=morrow", " to=morrow", []),
+    ("openai", "<|channel|>commentary to=functions.f json<|message|> ", "", [("f", "{}")]),
     ("openai", "<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", "{}", []),
     ("openai", "<|channel|>commentary to=functions.f<|message|>{oops}<|call|>", "", [("f", "{oops}")]),
     ("openai", "<|channel|>commentary to=functions.f", "", []),
