@@ -25,6 +25,7 @@ _VLLM_PARSERS = {
     "cohere_command4": "cohere",
     "deepseek_v3": "deepseek",
     "deepseek_v31": "deepseek",
+    "ernie45": "hermes",
     "functiongemma": "gemma",
     "gemma4": "gemma",
     "glm45": "glm",
@@ -45,6 +46,7 @@ _VLLM_PARSERS = {
 
 _VLLM_REASONING = {
     "cohere_command4": "cohere_command3",
+    "ernie45": "granite_thinking_parser",
     **dict.fromkeys(("deepseek_v3", "glm45", "glm47", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3", "step3p5"), "qwen3"),
 }
 """vLLM's names of reasoning formats, where several are one."""
