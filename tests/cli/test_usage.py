@@ -84,6 +84,7 @@ def test_vllms_flags_mean_the_same():
             ("https://a.example", "https://b.example"),
         ),
         "--tool-call-parser": ("llama3_json", "tool_call_parser", "llama"),
+        "--reasoning-parser": ("glm45", "reasoning_parser", "qwen3"),
         "--scheduling-policy": ("priority", "scheduling_policy", "priority"),
         "--generation-config": ("vllm", "generation_config", "none"),
     }

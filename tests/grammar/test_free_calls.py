@@ -54,6 +54,7 @@ def test_a_model_that_is_free_to_call_calls_as_it_should(answers, text, several,
         ('{"name": "weather", "parameters": {"city":"Bern"}}; {"name": "stop", "parameters": {}}', True),
         ('{"name": "weather", "parameters": {"town":"Bern"}}', False),
         ("  {}", False),
+        ('[{"name": "weather", "parameters": {"town":"Bern"}}]', False),
     ],
 )
 def test_calls_without_a_mark(answers, text, good):

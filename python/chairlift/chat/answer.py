@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from chairlift.chat.answer_format import AnswerFormat
-from chairlift.chat.reasoning import ReasoningParser, ReasoningTokens
+from chairlift.chat.reasoning import ReasoningParser, ReasoningState, ReasoningTokens
 from chairlift.chat.tools.custom import CustomCalls
 from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.outputs import RequestOutput, TokenLogprobs, ToolCall
@@ -99,6 +99,8 @@ class AnswerParser:
         self._calls = form.call_parser()
         self._custom = CustomCalls(self._tool_spec.custom)
         self._called = False
+        self._thought: list[str] = []
+        """The reasoning, if it may contain calls."""
         self._logprobs: list[TokenLogprobs] = []
 
     def push(self, output: RequestOutput) -> list[Delta]:
@@ -125,6 +127,8 @@ class AnswerParser:
         reasoning, answer, final = "", self._format.visible(output.text), output.finish_reason is not None
         if self._reasoning is not None and self._reasoning_tokens is not None:
             reasoning, answer = self._reasoning.push(answer, final=final)
+            if self._calls is not None:
+                self._thought.append(reasoning)
             if not self._format.shows_reasoning:
                 reasoning = ""
             self.num_reasoning_tokens += self._reasoning_tokens.count(output.token_ids)
@@ -136,6 +140,8 @@ class AnswerParser:
                 deltas.append(Delta(self._index, answer))
             return deltas
         parts = self._calls.push(answer)
+        if output.finish_reason == "stop" and self._reasoning is not None and self._reasoning.state is ReasoningState.OPEN:
+            parts += self._calls_after_thought()
         if final:
             held_back = self._calls.end()
             # At the maximum length, text of a forced call is the beginning of one whose name is not complete.
@@ -153,6 +159,19 @@ class AnswerParser:
         if final:
             self._append_calls(deltas, self._custom.end())
         return deltas
+
+    def _calls_after_thought(self) -> list[ToolCallDelta]:
+        """Returns the calls at the end of reasoning that has no end mark: some models forget it before a call, which ends the answer."""
+        parser = self._format.call_parser()
+        if parser is None:
+            return []
+        calls: list[ToolCallDelta] = []
+        for part in (*parser.push("".join(self._thought)), *parser.end()):
+            if isinstance(part, str):
+                calls.clear()
+            else:
+                calls.append(part)
+        return [replace(call, index=call.index - calls[0].index) for call in calls]
 
     def _append_calls(self, deltas: list[Delta], parts: Sequence[ToolCallDelta]) -> None:
         """Appends increments of calls to the newest delta."""

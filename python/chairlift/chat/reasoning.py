@@ -11,28 +11,45 @@ from typing import Any
 from chairlift.grammar.source import ReasoningFormat
 
 REASONING_FORMATS = {
+    "apriel": ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped=("[END FINAL RESPONSE]",)),
+    "cohere_command3": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", implicit=True),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
     "granite_thinking_parser": ReasoningFormat("<think>", "</think>", dropped=("<response>", "</response>")),
+    "hunyuan_a13b": ReasoningFormat("<think>", "</think>", dropped=("<answer>", "</answer>")),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "openai_gptoss": ReasoningFormat(
         "<|channel|>analysis<|message|>", "<|end|>", after_end="<|start|>assistant", answer="<|channel|>final<|message|>", repeats=True
     ),
     "qwen3": ReasoningFormat("<think>", "</think>"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
-"""Formats by vLLM's names. `qwen3` is that of most models with `<think>`."""
+"""Formats by vLLM's names, and `apriel`. `qwen3` is that of most models with `<think>`."""
 
-_TEMPLATE_MARKS = {
-    "openai_gptoss": ("<|channel|>", "<|message|>"),
-    "gemma4": ("<|channel>", "<channel|>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "granite": ("Here is my thought process:",),
-    "granite_thinking_parser": ("<response>", "</think>"),
-    "deepseek_r1": ("<\uff5cAssistant\uff5c>", "</think>"),
-    "qwen3": ("</think>",),
-}
-"""Texts in a chat template that together identify its format; the first format that fits counts."""
+_TEMPLATE_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai_gptoss", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|channel>", "<channel|>")),
+    ("mistral", ("[THINK]", "[/THINK]")),
+    ("granite", ("Here is my thought process:",)),
+    ("qwen3", ("<minimax:tool_call>",)),  # it writes results of tools as <response>
+    ("granite_thinking_parser", ("<response>", "</think>")),
+    ("apriel", ("[BEGIN FINAL RESPONSE]",)),
+    ("hunyuan_a13b", ("<answer>", "</think>")),
+    ("cohere_command3", ("<|START_THINKING|>",)),
+    ("seed_oss", ("</seed:think>",)),
+    ("deepseek_r1", ("<\uff5cAssistant\uff5c>", "</think>")),
+    ("qwen3", ("think>",)),
+)
+"""Texts in a chat template that together identify its format; the first format that fits counts.
+
+Some templates have only one of the marks of `qwen3`.
+"""
+
+_RECIPIENT = re.compile(r"to=[^\s<]+\s*$")
+"""What stands before a mark of gpt-oss that begins a call instead of reasoning."""
+_MAX_HEAD = 256
+"""Maximum characters of it."""
 
 TAIL_TOKENS = 32
 """Tokens at the prompt's end in which the chat template may begin or skip the reasoning."""
@@ -40,7 +57,7 @@ TAIL_TOKENS = 32
 
 def format_for_template(template: str) -> ReasoningFormat | None:
     """Returns the format of a model with this chat template; None if the template does not mention reasoning."""
-    for name, marks in _TEMPLATE_MARKS.items():
+    for name, marks in _TEMPLATE_MARKS:
         if all(mark in template for mark in marks):
             return REASONING_FORMATS[name]
     return None
@@ -96,7 +113,9 @@ class ReasoningParser:
         self._parts = 0
         """Number of completed parts of the reasoning that had text."""
         self._at_start = False
-        """Whether only whitespace has followed the end of the reasoning."""
+        """Whether only whitespace and dropped marks have followed the end of the reasoning."""
+        self._head = ""
+        """The newest text of the answer, where reasoning may begin again."""
         self._dropped = re.compile("|".join(map(re.escape, self._format.dropped)) or "(?!)")
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
@@ -169,16 +188,22 @@ class ReasoningParser:
     def _parse_answer(self, answer: list[str], final: bool) -> None:
         """Consumes the answer, up to the next reasoning if it may begin again."""
         form = self._format
-        text = self._text.lstrip() if self._at_start else self._text
-        self._at_start = self._at_start and not text
-        if form.repeats and (at := text.find(form.start)) >= 0:
-            answer.append(text[:at])
-            self._open(text[at + len(form.start) :])
-            return
+        text = self._text
+        while form.repeats and (at := text.find(form.start)) >= 0:
+            self._head = (self._head + text[:at])[-_MAX_HEAD:]
+            begin, text = text[:at], text[at + len(form.start) :]
+            if not _RECIPIENT.search(self._head):
+                answer.append(begin)
+                self._open(text)
+                return
+            answer += (begin, form.start)
         text = self._dropped.sub("", text)
+        text = text.lstrip() if self._at_start else text
         marks = (form.start,) if form.repeats else form.dropped
         at = len(text) if final or not marks else _safe_end(text, marks)
         answer.append(text[:at])
+        self._at_start = self._at_start and not text[:at]
+        self._head = (self._head + text[:at])[-_MAX_HEAD:] if form.repeats else ""
         self._text = text[at:]
 
 

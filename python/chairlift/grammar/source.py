@@ -168,12 +168,11 @@ def free_calls_grammar(
 ) -> StructuredOutput:
     """Returns a grammar for free text in which `mark` begins calls as in `calls_grammar`. Without `several`, one call ends the text.
 
-    `form` must begin with `mark`. If `mark` is empty, the answer contains calls only if it begins with the first character of a call.
+    `form` must begin with `mark`. If `mark` is empty, the answer contains calls only if it begins with a bracket or a brace, as they do.
     Raises InvalidRequest if the tools' schemas are too long in total.
     """
     if not mark:
-        first = re.escape((form.begin + form.before)[0])
-        rules = ["start: calls | text", rf"text: /([ \t\r\n]*[^ \t\r\n{first}](.|\n)*)?/"]
+        rules = ["start: calls | text", r"text: /([ \t\r\n]*[^ \t\r\n\[{](.|\n)*)?/"]
         calls = f"calls: {_lark(form.begin, control)} {_calls(form, control, several)}"
         return _form([*rules, calls, *_each(form, tools, control)])
     within = f"{_lark(form.begin.removeprefix(mark), control)} {_calls(form, control, several and mark not in form.separator)}"

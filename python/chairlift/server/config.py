@@ -21,21 +21,35 @@ from chairlift.settings import (
 )
 
 _VLLM_PARSERS = {
+    "cohere_command3": "cohere",
+    "cohere_command4": "cohere",
     "deepseek_v3": "deepseek",
     "deepseek_v31": "deepseek",
+    "ernie45": "hermes",
     "functiongemma": "gemma",
     "gemma4": "gemma",
     "glm45": "glm",
     "glm47": "glm",
     "granite4": "hermes",
+    "hunyuan_a13b": "hunyuan",
+    "jamba": "hunyuan",
     "lfm2": "pythonic",
     "llama3_json": "llama",
     "llama4_json": "llama",
     "llama4_pythonic": "pythonic",
     "qwen3_json": "hermes",
     "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "xlam": "llama",
 }
 """vLLM's names of tool-call parsers, where they differ."""
+
+_VLLM_REASONING = {
+    "cohere_command4": "cohere_command3",
+    "ernie45": "granite_thinking_parser",
+    **dict.fromkeys(("deepseek_v3", "glm45", "glm47", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3", "step3p5"), "qwen3"),
+}
+"""vLLM's names of reasoning formats, where several are one."""
 
 _RANGES = {
     "max_loaded_models": (1, LARGEST_COUNT),
@@ -199,8 +213,8 @@ class ServerConfig:
         "auto",
         "how the model writes tool calls; 'auto' goes by its chat template",
         choices=(
-            *("auto", "deepseek", "gemma", "glm", "granite", "hermes", "llama", "mistral", "nemotron", "openai", "pythonic"),
-            "qwen3_coder",
+            *("auto", "cohere", "deepseek", "gemma", "glm", "granite", "hermes", "hunyuan", "kimi_k2", "llama", "minimax_m2", "mistral"),
+            *("nemotron", "olmo3", "openai", "pythonic", "qwen3_coder", "seed_oss"),
         ),
         spellings=_VLLM_PARSERS,
         group="server",
@@ -208,7 +222,11 @@ class ServerConfig:
     reasoning_parser: str = flag(
         "auto",
         "how the model marks its reasoning, by vLLM's names; 'auto' goes by its chat template, 'none' leaves it in the answer",
-        choices=("auto", "none", "deepseek_r1", "gemma4", "granite", "granite_thinking_parser", "mistral", "openai_gptoss", "qwen3"),
+        choices=(
+            *("auto", "none", "apriel", "cohere_command3", "deepseek_r1", "gemma4", "granite", "granite_thinking_parser", "hunyuan_a13b"),
+            *("mistral", "openai_gptoss", "qwen3", "seed_oss"),
+        ),
+        spellings=_VLLM_REASONING,
         group="server",
     )
     metrics_alias: str = flag(

@@ -50,7 +50,14 @@ CASES = [
     ("granite_thinking_parser", POSSIBLE, "<think>a</think><response>b </resp</response>", "a", "b </resp"),
     ("mistral", POSSIBLE, "[THINK]a[/THINK]b", "a", "b"),
     ("gemma4", POSSIBLE, "<|channel>thought\na\n<channel|>b", "a", "b"),
+    ("cohere_command3", POSSIBLE, "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b", "a", "<|START_RESPONSE|>b"),
+    ("seed_oss", POSSIBLE, "<seed:think>\na</seed:think>\nb", "a", "b"),
+    ("hunyuan_a13b", POSSIBLE, "<think>\na\n</think>\n<answer>\n b\n</answer>", "a", "b\n"),
+    ("apriel", OPEN, "a\n[BEGIN FINAL RESPONSE]\nb\n[END FINAL RESPONSE]", "a", "b\n"),
     ("openai_gptoss", POSSIBLE, f"{ANALYSIS}a<|end|>{FINAL}b", "a", f"{FINAL}b"),
+    # A recipient before the channel makes it a call.
+    ("openai_gptoss", POSSIBLE, f" to=functions.f{ANALYSIS}{{}}", "", f" to=functions.f{ANALYSIS}{{}}"),
+    ("openai_gptoss", POSSIBLE, f"{ANALYSIS}a<|end|>to=f {ANALYSIS}{{}}<|end|>{ANALYSIS}b", "a\nb", f"to=f {ANALYSIS}{{}}<|end|>"),
     ("openai_gptoss", POSSIBLE, f"{ANALYSIS}a<|end|>{ANALYSIS} c <|end|>{FINAL}b", "a\nc", f"{FINAL}b"),
 ]
 
@@ -110,6 +117,13 @@ def test_a_part_of_a_mark_is_held_back_and_nothing_else():
         ("<\uff5cAssistant\uff5c>{{ content.split('</think>')[-1] }}", "deepseek_r1"),
         ("Write your thoughts after 'Here is my thought process:' and the rest after 'Here is my response:'", "granite"),
         ("thoughts between <think></think> and the response between <response></response>", "granite_thinking_parser"),
+        ("{{ '<response>' + content.split('</think>')[-1] + '</response>' }}", "granite_thinking_parser"),
+        ("<minimax:tool_call>{{ call }}<response>{{ result }}</response>{{ content.split('</think>')[-1] }}", "qwen3"),
+        ("<|im_start|>assistant\n<think>", "qwen3"),
+        ("<think>\n{{ thought }}\n</think>\n<answer>\n", "hunyuan_a13b"),
+        ("<|START_THINKING|>{{ plan }}<|END_THINKING|>", "cohere_command3"),
+        ("{{ '<seed:think>' + thought + '</seed:think>' }}", "seed_oss"),
+        ("Here are my reasoning steps:\n{{ thought }}[BEGIN FINAL RESPONSE]", "apriel"),
         ("[THINK]{{ thinking }}[/THINK]", "mistral"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss"),
         ("<|channel>thought\n<channel|>", "gemma4"),

@@ -57,6 +57,22 @@ def test_reasoning_has_its_own_fields(client):
     assert (plain.content, plain.reasoning_content) == ("Four", None)
 
 
+def test_a_call_may_end_an_answer_whose_reasoning_has_no_end(client):
+    call = CALLED.partition("</think>")[2].strip()
+    for text, calls, finish in (
+        (f"<think>I need {call}\nI look.\n{call}{call}\n", 2, "tool_calls"),
+        (f"<think>I need {call} now.", 0, "stop"),
+        ("<think>I look.", 0, "stop"),
+    ):
+        choice = client.chat.completions.create(**request_body(text, tools=[TIME])).choices[0]
+        assert (len(choice.message.tool_calls or ()), choice.finish_reason, choice.message.content or "") == (calls, finish, "")
+        assert choice.message.reasoning == text.removeprefix("<think>").strip()
+        with client.chat.completions.stream(**request_body(text, tools=[TIME])) as stream:
+            assert len(stream.get_final_completion().choices[0].message.tool_calls or ()) == calls
+    cut = client.chat.completions.create(**request_body(f"<think>{call} x", tools=[TIME], max_tokens=4)).choices[0]
+    assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+
+
 def test_a_model_that_does_not_reason_has_no_such_fields(client, engine):
     engine.tokenizer.template = ChatTemplate({"default": "{{ messages }}"}, {})
     answer = client.chat.completions.create(**request_body(THOUGHT))

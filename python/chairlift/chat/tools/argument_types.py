@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +13,8 @@ _JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "arra
 _MAX_DEPTH = 64
 """Maximum nesting of references and branches; what lies deeper says nothing."""
 _NONE: frozenset[str] = frozenset()
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Templates write earlier arguments with Jinja's `string` filter, so models write Python's words too."""
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""What models write for JSON's words too: templates write earlier arguments with Jinja's `string` filter."""
 
 
 def argument_types(parameters: Mapping[str, Any] | None) -> dict[str, frozenset[str]]:
@@ -29,18 +30,31 @@ def argument_types(parameters: Mapping[str, Any] | None) -> dict[str, frozenset[
 
 
 def argument_json(text: str, types: frozenset[str]) -> str:
-    """Returns the JSON of an argument that a model wrote as `text`: the value that it spells if that has one of `types`, else the text."""
+    """Returns the JSON of an argument that a model wrote as `text`: the value that it spells if that has one of `types`, else the text.
+
+    Where no text is allowed, the value may be spelled as a literal of Python.
+    """
     word = text.strip()
     try:
-        value = from_json(_PYTHON.get(word, word), allow_inf_nan=False)
+        value = from_json(PYTHON_WORDS.get(word, word), allow_inf_nan=False)
     except ValueError:
-        value = text
+        value = text if not types or "string" in types else _python_value(word)
     if isinstance(value, str) or ("string" in types and types.isdisjoint(_types_of(value))):
         value = text
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()  # no response could carry half a surrogate pair
+        return written
+    except (TypeError, ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
+
+
+def _python_value(text: str) -> Any:
+    """Returns the value of a literal; the text if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return text
 
 
 def _types(schema: Any, root: Any, resolved: dict[str, frozenset[str]], depth: int) -> frozenset[str]:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Generator
+from typing import ClassVar
 
 from chairlift.chat.tools.hermes import HERMES_OPEN, Hermes
-from chairlift.chat.tools.literals import GEMMA_OPEN, PYTHONIC_LIST, PYTHONIC_MARKS, Gemma, Pythonic
-from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps, ToolParser
-from chairlift.chat.tools.tagged import GLM_KEY, QWEN_PARAMETER, Glm, Qwen
+from chairlift.chat.tools.literals import GEMMA_OPEN, OLMO_OPEN, PYTHONIC_LIST, PYTHONIC_MARKS, Gemma, Olmo, Pythonic
+from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps, ToolCallDelta, ToolParser
+from chairlift.chat.tools.tagged import GLM_KEY, MINIMAX_OPEN, QWEN_PARAMETER, SEED_OPEN, Glm, MiniMax, Qwen, Seed
 from chairlift.grammar.source import ToolCallFormat
 
 GRANITE_OPEN, GRANITE_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 NEMOTRON_OPEN, NEMOTRON_CLOSE = "<TOOLCALL>", "</TOOLCALL>"
+COHERE_OPEN, COHERE_CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+HUNYUAN_OPEN, HUNYUAN_CLOSE = "<tool_calls>", "</tool_calls>"
 LLAMA_TAG = "<|python_tag|>"
 MISTRAL_MARK, MISTRAL_CALL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 START, CHANNEL, MESSAGE, HARMONY_CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 
+_KIMI_ID = re.compile(r"^(?:functions\.)?(.*?)(?::[0-9]+)?$")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
@@ -48,10 +56,43 @@ class Nemotron(Hermes):
         return ToolCallFormat(f"{NEMOTRON_OPEN}[", separator=", ", end=f"]{NEMOTRON_CLOSE}")
 
 
+class Cohere(Hermes):
+    """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]<|END_ACTION|>`: that of Command R7B and Command A."""
+
+    marks = (COHERE_OPEN, COHERE_CLOSE)
+    end_mark = COHERE_CLOSE
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """One list of all calls."""
+        before = '{"tool_call_id": "0", "tool_name": "'
+        return ToolCallFormat(f"{COHERE_OPEN}[", before, '", "parameters": ', separator=", ", end=f"]{COHERE_CLOSE}")
+
+
+class Hunyuan(Hermes):
+    """`<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`: the format of Hunyuan, Apriel and Jamba.
+
+    MiniMax-M1 writes each call on a line of its own instead of a list.
+    """
+
+    marks = (HUNYUAN_OPEN, HUNYUAN_CLOSE)
+    end_mark = HUNYUAN_CLOSE
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """One list of all calls."""
+        return ToolCallFormat(f"{HUNYUAN_OPEN}[", separator=", ", end=f"]{HUNYUAN_CLOSE}")
+
+    def _call(self) -> ParserSteps:
+        yield from self._objects()
+        while (yield from self._skip_space()) == "{":
+            yield from self._object()
+
+
 class Llama(ToolParser):
     """`{"name": "f", "parameters": {}}` as the whole answer or after `<|python_tag|>`, with `;` between calls: the format of Llama 3.
 
-    Without the tag, only an answer that begins with a call contains calls.
+    Without the tag, only an answer that begins with a call contains calls. Also accepts a list of calls, as xLAM writes it.
     """
 
     marks = (LLAMA_TAG,)
@@ -63,7 +104,7 @@ class Llama(ToolParser):
         return ToolCallFormat(between='", "parameters": ', separator="; ")
 
     def _parse(self) -> ParserSteps:
-        if (yield from self._skip_space()) == "{":
+        if (yield from self._skip_space()) in ("{", "["):
             yield from self._attempt(self._call_list())
         else:
             self._emit_content("".join(self._raw))
@@ -71,7 +112,7 @@ class Llama(ToolParser):
             yield from self._attempt(self._call_list())
 
     def _call_list(self) -> ParserSteps:
-        yield from self._object()
+        yield from self._objects()
         while (yield from self._skip_space(";")) == "{":
             yield from self._object()
         if (yield from self._peek()):
@@ -126,9 +167,9 @@ class DeepSeek(ToolParser):
     DeepSeek V3 and R1 write the type, `tool_sep`, the name, and the arguments as a code block; V3.1 the name, `tool_sep` and the arguments.
     """
 
-    marks = (DEEPSEEK_BEGIN,)
+    marks: ClassVar[tuple[str, ...]] = (DEEPSEEK_BEGIN,)
     end_mark = DEEPSEEK_CALL_END
-    inner_marks = (DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END, DEEPSEEK_END)
+    inner_marks: ClassVar[tuple[str, ...]] = (DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END, DEEPSEEK_END)
 
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:
@@ -143,21 +184,56 @@ class DeepSeek(ToolParser):
             yield from self._attempt(self._call_list())
 
     def _call_list(self) -> ParserSteps:
+        call, separator, call_end, end = self.inner_marks
         yield from self._skip_space()
-        yield from self._expect_one_of(DEEPSEEK_CALL)
+        yield from self._expect_one_of(call)
         while True:
-            name = (yield from self._text_until(DEEPSEEK_SEPARATOR, MAX_HEAD)).strip()
-            if name == "function" and name not in self._names:
-                name = (yield from self._text_until("\n", MAX_HEAD)).strip()
-                yield from self._expect_one_of("```json")
+            name = yield from self._call_name((yield from self._text_until(separator, MAX_HEAD)).strip())
             if name not in self._names or (yield from self._skip_space()) != "{":
                 raise InvalidCall
             yield from self._attempt(self._arguments(name))
             if not (yield from self._skip_space("`")):
                 return
-            yield from self._expect_one_of(DEEPSEEK_CALL_END)
-            if not (yield from self._skip_space()) or (yield from self._expect_one_of(DEEPSEEK_CALL, DEEPSEEK_END)) == DEEPSEEK_END:
+            yield from self._expect_one_of(call_end)
+            if not (yield from self._skip_space()) or (yield from self._expect_one_of(call, end)) == end:
                 return
+
+    def _call_name(self, head: str) -> Generator[None, None, str]:
+        """Returns the function of a call with this text before its separator."""
+        if head != "function" or head in self._names:
+            return head
+        name = yield from self._text_until("\n", MAX_HEAD)
+        yield from self._expect_one_of("```json")
+        return name.strip()
+
+
+class Kimi(DeepSeek):
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>` in a section: the format of Kimi K2.
+
+    The text before the arguments is the call's id, in which the conversation later tells the model the function.
+    """
+
+    marks = (KIMI_BEGIN,)
+    end_mark = KIMI_CALL_END
+    inner_marks = (KIMI_CALL, KIMI_SEPARATOR, KIMI_CALL_END, KIMI_END)
+    _id = ""
+    _ids: frozenset[str] = frozenset()
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """Forced calls all have number 0, because a grammar cannot count."""
+        return ToolCallFormat(KIMI_BEGIN, f"{KIMI_CALL}functions.", f":0{KIMI_SEPARATOR}", KIMI_CALL_END, "", KIMI_END)
+
+    def _call_name(self, head: str) -> Generator[None, None, str]:
+        self._id = head
+        yield from ()
+        return _KIMI_ID.sub(r"\1", head)
+
+    def _begin_call(self, name: str) -> None:
+        super()._begin_call(name)
+        if self._id not in self._ids:
+            self._ids |= {self._id}
+            self._output[-1] = ToolCallDelta(self._calls - 1, id=self._id, name=name)
 
 
 class Harmony(ToolParser):
@@ -179,34 +255,52 @@ class Harmony(ToolParser):
         return ToolCallFormat(begin, "", between, "", separator, content=f"{CHANNEL}final{MESSAGE}")
 
     def _parse(self) -> ParserSteps:
+        # The prompt ends with the role, which the recipient may follow.
+        yield from self._skip_space()
+        try:
+            begin = yield from self._expect_one_of("to=functions.")
+        except InvalidCall:
+            self._emit_content("".join(self._raw))
+        else:
+            yield from self._message(begin)
         while mark := (yield from self._content()):
             if mark in (START, CHANNEL):
                 yield from self._message()
 
-    def _message(self) -> ParserSteps:
-        """Parses a message's head, and its arguments if it is a call. An unfinished head is dropped."""
+    def _message(self, begin: str = "") -> ParserSteps:
+        """Parses a message's head after its text `begin`, and its arguments if it is a call. An unfinished head is dropped."""
         try:
-            head = yield from self._text_until(MESSAGE, MAX_HEAD)
+            head = begin + (yield from self._text_until(MESSAGE, MAX_HEAD))
         except InvalidCall:
             return
         recipient = _RECIPIENT.search(head)
-        if recipient is not None and recipient[1] in self._names and (yield from self._skip_space()) == "{":
-            yield from self._attempt(self._arguments(recipient[1]))
+        if recipient is not None and recipient[1] in self._names:
+            match (yield from self._skip_space()):
+                case "{":
+                    yield from self._attempt(self._arguments(recipient[1]))
+                case "":  # a function without arguments
+                    self._whole_call(recipient[1], "{}")
         self._raw.clear()
 
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "cohere": Cohere,
     "deepseek": DeepSeek,
     "gemma": Gemma,
     "glm": Glm,
     "granite": Granite,
     "hermes": Hermes,
+    "hunyuan": Hunyuan,
+    "kimi_k2": Kimi,
     "llama": Llama,
+    "minimax_m2": MiniMax,
     "mistral": Mistral,
     "nemotron": Nemotron,
+    "olmo3": Olmo,
     "openai": Harmony,
     "pythonic": Pythonic,
     "qwen3_coder": Qwen,
+    "seed_oss": Seed,
 }
 """Parsers by name; `openai` is that of gpt-oss and `qwen3_coder` that of Qwen3.5 too, as in vLLM."""
 
@@ -218,6 +312,12 @@ _TEMPLATE_MARKS = (
     ("mistral", (MISTRAL_MARK,)),
     ("pythonic", ("[func_name1(", *PYTHONIC_MARKS)),
     ("nemotron", (NEMOTRON_OPEN,)),
+    ("cohere", (COHERE_OPEN,)),
+    ("kimi_k2", (KIMI_BEGIN,)),
+    ("minimax_m2", (MINIMAX_OPEN,)),
+    ("olmo3", (OLMO_OPEN,)),
+    ("seed_oss", (SEED_OPEN,)),
+    ("hunyuan", (HUNYUAN_OPEN,)),
     ("qwen3_coder", (QWEN_PARAMETER,)),
     ("glm", (GLM_KEY,)),
     ("hermes", (HERMES_OPEN,)),

@@ -22,7 +22,8 @@ class Hermes(ToolParser):
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:
         """The format of Qwen's templates, with line breaks."""
-        return ToolCallFormat(f"{HERMES_OPEN}\n", separator=f"\n{HERMES_CLOSE}\n{HERMES_OPEN}\n", end=f"\n{HERMES_CLOSE}")
+        begin, end = f"{cls.marks[0]}\n", f"\n{cls.end_mark}"
+        return ToolCallFormat(begin, separator=f"{end}\n{begin}", end=end)
 
     def _parse(self) -> ParserSteps:
         yield from self._marked_calls(self._call, (self.end_mark,))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Generator
-from typing import Any
+from typing import Any, ClassVar
 
+from chairlift.chat.tools.argument_types import PYTHON_WORDS
 from chairlift.chat.tools.parser import InvalidCall, ParserSteps, ToolParser
 from chairlift.grammar.source import ToolCallFormat
 
@@ -18,6 +19,11 @@ PYTHONIC_MARKS = (PYTHONIC_OPEN, "<|tool_list_start|>")
 PYTHONIC_LIST = "List of tools: "
 """Texts in the chat templates of models that write calls between marks. LFM2's show only the list of tools, some of them without marks."""
 _PYTHONIC_CLOSE = "<|tool_call_end|>"
+OLMO_OPEN, _OLMO_CLOSE = "<function_calls>", "</function_calls>"
+_LINE_BREAKS = {"\n": "\\n", "\r": "\\r"}
+OLMO_OPEN, _OLMO_CLOSE = "<function_calls>", "</function_calls>"
+_ESCAPES = {"\n": "\\n", "\r": "\\r"}
+"""Line breaks in strings, where Python's syntax has none."""
 
 _MAX_NAME = 128
 _MAX_DEPTH = 32
@@ -89,7 +95,7 @@ class Gemma(ToolParser):
                 return (yield from self._quoted())
         text = yield from self._bare(",]}")
         try:
-            return json.loads(text)
+            return json.loads(PYTHON_WORDS.get(text, text))
         except ValueError:
             return text
 
@@ -125,7 +131,7 @@ class Pythonic(ToolParser):
     a prompt asks for it.
     """
 
-    marks = (PYTHONIC_OPEN, _PYTHONIC_CLOSE, "<|python_start|>", "<|python_end|>")
+    marks: ClassVar[tuple[str, ...]] = (PYTHONIC_OPEN, _PYTHONIC_CLOSE, "<|python_start|>", "<|python_end|>")
     end_mark = _PYTHONIC_CLOSE
 
     @classmethod
@@ -155,6 +161,15 @@ class Pythonic(ToolParser):
         if (yield from self._skip_space()) == "{":
             yield from self._rest_of_objects()
             return
+        calls = [(yield from self._python_call())]
+        while (yield from self._skip_space(",")) != "]":
+            calls.append((yield from self._python_call()))
+        self._take()
+        for name, arguments in calls:
+            self._whole_call(name, arguments)
+
+    def _python_call(self) -> Generator[None, None, tuple[str, str]]:
+        """Consumes one call; returns its name and its arguments as JSON."""
         name = ""
         while (character := (yield from self._peek())) != "(":
             if not (character.isidentifier() or character.isdigit() or character in (".", "-")) or len(name) == _MAX_NAME:
@@ -163,55 +178,68 @@ class Pythonic(ToolParser):
             self._take()
         if name not in self._names:
             raise InvalidCall
-        source = "".join((f"[{name}", *(yield from self._rest_of_list())))
-        for name, arguments in _python_calls(source, self._names):
-            self._whole_call(name, arguments)
+        return name, _python_arguments("".join((yield from self._brackets())))
 
-    def _rest_of_list(self) -> Generator[None, None, list[str]]:
-        """Consumes text up to the bracket that closes the list."""
+    def _brackets(self) -> Generator[None, None, list[str]]:
+        """Consumes a bracket and what follows, up to the one that closes it. Escapes line breaks in strings, where Python has none."""
         parts: list[str] = []
-        depth, quote, escaped = 1, "", False
-        while depth:
+        depth, quote, escaped = 0, "", False
+        while depth or not parts:
             if not (character := (yield from self._peek())):
                 raise InvalidCall
+            self._take()
             if escaped:
                 escaped = False
             elif quote:
                 escaped = character == "\\"
                 quote = "" if character == quote else quote
+                character = _LINE_BREAKS.get(character, character)
             elif character in "\"'":
                 quote = character
             else:
                 depth += (character in "[({") - (character in "])}")
             parts.append(character)
-            self._take()
         return parts
 
 
-def _python_calls(source: str, names: Any) -> list[tuple[str, str]]:
-    """Returns name and JSON arguments of each call in a list of calls, which is not evaluated; raises InvalidCall."""
+class Olmo(Pythonic):
+    """`<function_calls>f(city="Bern", days=3)</function_calls>`, with each call on a line of its own: the format of OLMo 3."""
+
+    marks = (OLMO_OPEN, _OLMO_CLOSE)
+    end_mark = _OLMO_CLOSE
+
+    @classmethod
+    def call_format(cls, template: str) -> ToolCallFormat:
+        """Calls with JSON as an unpacked dictionary, which needs no grammar of Python's literals."""
+        return ToolCallFormat(OLMO_OPEN, "", "(**", ")", "\n", _OLMO_CLOSE)
+
+    def _parse(self) -> ParserSteps:
+        yield from self._marked_calls(self._lines, (_OLMO_CLOSE,))
+
+    def _lines(self) -> ParserSteps:
+        yield from self._skip_space()
+        while True:
+            self._whole_call(*(yield from self._python_call()))
+            if (yield from self._skip_space()) in ("", "<"):
+                return
+
+
+def _python_arguments(brackets: str) -> str:
+    """Returns as JSON the arguments of a call with these brackets, which are not evaluated; raises InvalidCall."""
+    source = f"call{brackets}"
     try:
-        tree = ast.parse(source, mode="eval").body
-        if not isinstance(tree, ast.List):
+        call = ast.parse(source, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
             raise InvalidCall
-        calls = [_python_call(source, call) for call in tree.elts]
+        if len(call.keywords) == 1 and call.keywords[0].arg is None:
+            arguments = json.loads(ast.get_source_segment(source, call.keywords[0].value) or "")
+        else:
+            arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise InvalidCall from None
-    if any(name not in names for name, _ in calls):
-        raise InvalidCall
-    return calls
-
-
-def _python_call(source: str, call: ast.expr) -> tuple[str, str]:
-    if not isinstance(call, ast.Call) or call.args:
-        raise InvalidCall
-    if len(call.keywords) == 1 and call.keywords[0].arg is None:
-        arguments = json.loads(ast.get_source_segment(source, call.keywords[0].value) or "")
-    else:
-        arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
     if not isinstance(arguments, dict) or None in arguments:
         raise InvalidCall
-    return ast.unparse(call.func), _json(arguments)
+    return _json(arguments)
 
 
 def _json(arguments: dict[str, Any]) -> str:

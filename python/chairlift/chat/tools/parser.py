@@ -19,7 +19,8 @@ ParserSteps = Generator[None, None, None]
 MAX_HEAD = 256
 """Maximum characters of a call's name with its id and the marks around it."""
 _ARGUMENTS = ("arguments", "parameters")
-_CALL_KEYS = frozenset((*_ARGUMENTS, "name", "id", "type"))
+_NAMES = ("name", "tool_name")
+_CALL_KEYS = frozenset((*_ARGUMENTS, *_NAMES, "id", "tool_call_id", "type"))
 """Allowed keys of a call's object; an object with other keys is not a call."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -280,7 +281,7 @@ class ToolParser(ABC):
             if key not in _CALL_KEYS:
                 raise InvalidCall
             yield from self._expect(":")
-            if key == "name":
+            if key in _NAMES:
                 name = json.loads((yield from self._value('"')))
                 if name not in self._names:
                     raise InvalidCall

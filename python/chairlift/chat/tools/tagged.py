@@ -1,17 +1,19 @@
-"""Formats in which each argument of a call stands between tags, as plain text: Qwen's and GLM's."""
+"""Formats in which each argument of a call stands between tags, as plain text: those of Qwen, Seed-OSS, MiniMax and GLM."""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import ClassVar
 
 from chairlift.chat.tools.argument_types import argument_json
 from chairlift.chat.tools.hermes import HERMES_CLOSE, HERMES_OPEN, Hermes
 from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps
 
-QWEN_FUNCTION, QWEN_PARAMETER = "<function=", "<parameter="
+QWEN_PARAMETER = "<parameter="
+SEED_OPEN, SEED_CLOSE = "<seed:tool_call>", "</seed:tool_call>"
+MINIMAX_OPEN, MINIMAX_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 GLM_KEY = "<arg_key>"
 
 
@@ -31,13 +33,15 @@ class Tagged(Hermes):
     """The tag after its value, with and without the line break that belongs to it."""
     ends: ClassVar[tuple[str, ...]]
     """The tags of which each ends a call."""
+    forgetful: ClassVar[bool] = False
+    """Whether models forget the tag after a value, before the next tag on a line of its own."""
 
     @abstractmethod
     def _call_name(self) -> Generator[None, None, str]:
         """Consumes the beginning of a call; returns the function's name."""
 
     def _call(self) -> ParserSteps:
-        if self._raw == [HERMES_OPEN] and (yield from self._skip_space()) in ("{", "["):
+        if self._raw == [self.marks[0]] and (yield from self._skip_space()) in ("{", "["):
             yield from super()._call()
             return
         name = yield from self._call_name()
@@ -76,20 +80,56 @@ class Tagged(Hermes):
         if self.value_tag:
             yield from self._skip_space()
             yield from self._expect_one_of(self.value_tag)
-        elif (yield from self._peek()) == "\n":
+        elif self.value_ends[0][0] == "\n" and (yield from self._peek()) == "\n":
             self._take()
         self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw.clear()
         types = self._types.get(name, {}).get(key, frozenset())
         if types == {"string"}:
             self._emit_arguments('"')
-            ended = yield from self._until(self.value_ends, lambda piece: self._emit_arguments(json.dumps(piece, ensure_ascii=False)[1:-1]))
+            ended = yield from self._text_of_value(name, lambda piece: self._emit_arguments(json.dumps(piece, ensure_ascii=False)[1:-1]))
             self._emit_arguments('"' if ended else "")
-            return bool(ended)
+            return ended
         pieces: list[str] = []
-        ended = yield from self._until(self.value_ends, pieces.append)
+        ended = yield from self._text_of_value(name, pieces.append)
         self._emit_arguments(argument_json("".join(pieces), types) if ended else "")
-        return bool(ended)
+        return ended
+
+    def _text_of_value(self, name: str, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+        """Passes a value of a call of `name` to `emit`, and consumes the tag after it. Returns False if the text ends within it."""
+        further = tuple(f"\n{tag}" for tag in (self.key_tags[0], *self.ends)) if self.forgetful else ()
+        while mark := (yield from self._until((*self.value_ends, *further), emit)):
+            if mark in self.value_ends:
+                return True
+            self._raw = [mark]
+            try:
+                yield from self._expect_after_value(name, mark)
+            except InvalidCall:
+                emit(mark)
+                self._unread(len(mark))
+            else:
+                self._unread(1)
+                return True
+        return False
+
+    def _expect_after_value(self, name: str, mark: str) -> ParserSteps:
+        """Consumes what shows that `mark` is not part of a value: the name of one of the function's arguments, or the end of the call."""
+        if mark[1:] == self.key_tags[0]:
+            yield from self._expect_one_of(*(f"{key}{self.key_tags[1]}" for key in self._types.get(name, ())))
+            return
+        if mark[1:] != self.end_mark and (yield from self._skip_space()):
+            yield from self._expect_one_of(self.end_mark)
+        if (yield from self._skip_space()):
+            yield from self._expect_one_of(self.marks[0])
+
+    def _unread(self, start: int) -> None:
+        """Returns what was consumed since `_raw` began, from its character `start` on, to the text."""
+        back = "".join(self._raw)[start:]
+        self._raw.clear()
+        if len(back) <= self._at:
+            self._at -= len(back)
+        else:  # it came in several pieces
+            self._text, self._at = back + self._text[self._at :], 0
 
 
 class Qwen(Tagged):
@@ -98,17 +138,45 @@ class Qwen(Tagged):
     The tags are on lines of their own. The outer ones may be missing.
     """
 
-    marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, QWEN_FUNCTION, HERMES_CLOSE)
-    inner_marks = (QWEN_PARAMETER, "</parameter>", "</function>")
+    marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, "<function=", HERMES_CLOSE)
+    inner_marks: ClassVar[tuple[str, ...]] = (QWEN_PARAMETER, "</parameter>", "</function>")
     key_tags = (QWEN_PARAMETER, ">")
     value_tag = ""
-    value_ends = ("\n</parameter>", "</parameter>")
-    ends = ("</function>", HERMES_CLOSE)
+    value_ends: ClassVar[tuple[str, ...]] = ("\n</parameter>", "</parameter>")
+    ends: ClassVar[tuple[str, ...]] = ("</function>", HERMES_CLOSE)
+    forgetful = True
 
     def _call_name(self) -> Generator[None, None, str]:
-        if self._raw[0] != QWEN_FUNCTION:
-            yield from self._expect_one_of(QWEN_FUNCTION)
-        return (yield from self._text_until(">", MAX_HEAD)).strip()
+        function = self.marks[1]
+        if self._raw[0] != function:
+            yield from self._skip_space()
+            yield from self._expect_one_of(function)
+        return (yield from self._text_until(self.key_tags[1], MAX_HEAD)).strip()
+
+
+class Seed(Qwen):
+    """`<seed:tool_call><function=f><parameter=city>Bern</parameter></function></seed:tool_call>`: the format of Seed-OSS.
+
+    Line breaks at both ends of a value belong to it.
+    """
+
+    marks = (SEED_OPEN, "<function=", SEED_CLOSE)
+    end_mark = SEED_CLOSE
+    value_ends = ("</parameter>",)
+    ends = ("</function>", SEED_CLOSE)
+    forgetful = False
+
+
+class MiniMax(Qwen):
+    """`<minimax:tool_call><invoke name="f"><parameter name="city">Bern</parameter></invoke></minimax:tool_call>`: MiniMax-M2's format."""
+
+    marks = (MINIMAX_OPEN, '<invoke name="', MINIMAX_CLOSE)
+    end_mark = MINIMAX_CLOSE
+    inner_marks = ()
+    key_tags = ('<parameter name="', '">')
+    value_ends = ("</parameter>",)
+    ends = ("</invoke>", MINIMAX_CLOSE)
+    forgetful = False
 
 
 class Glm(Tagged):

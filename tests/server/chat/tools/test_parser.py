@@ -10,7 +10,7 @@ from chairlift.chat.tools.formats import TOOL_PARSERS, parser_for_template
 from chairlift.chat.tools.json_text import JsonText
 from chairlift.chat.tools.parser import ToolCallDelta
 
-NAMES = ("f", "get_weather")
+NAMES = ("f", "get_weather", "get-it")
 COLOUR = {"enum": ["red", "7"]}
 PROPERTIES = {
     "city": {"type": "string"},
@@ -55,6 +55,9 @@ TWO = f"""I look.
 SEMICOLON = '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"a": 1}}'
 ARRAY = f'[{{"name": "f", "arguments": {NESTED}}}, {{"name": "get_weather", "arguments": {ESCAPED}, "id": "abcdefghi"}}]'
 WITH_IDS = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{}'
+
+COHERE = f"""{{"tool_call_id": "0", "tool_name": "f", "parameters": {NESTED}}},
+    {{"tool_call_id": "1", "tool_name": "get_weather", "parameters": {{}}}}"""
 
 PYTHON = '{"a": "x]\\"", "b": [-1, [2.5, null]], "c": {"d": true, "e": false}}'
 DEEPSEEK = {"CALL_END": "call\u2581end", "CALL": "call\u2581begin", "BEGIN": "calls\u2581begin", "END": "calls\u2581end", "SEP": "sep"}
@@ -103,6 +106,8 @@ GOLDEN = [
     ("llama", f"So: {SEMICOLON}", f"So: {SEMICOLON}", []),
     ("llama", '{"answer": [1, 2]}', '{"answer": [1, 2]}', []),
     ("llama", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama", ARRAY.replace("arguments", "parameters"), "", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("llama", "[1] is a source.", "[1] is a source.", []),
     ("llama", '{"name": "f", "parameters": {}} and so on', " and so on", [("f", "{}")]),
     # Mistral, older and newer
     ("mistral", "Hello [1].", "Hello [1].", []),
@@ -136,13 +141,17 @@ GOLDEN = [
     ("deepseek", deepseek('BEGINCALLfSEP{"a": 1'), "", [("f", '{"a": 1')]),
     ("deepseek", deepseek('BEGINCALLfSEP{"a": oops}CALL_ENDEND'), "", [("f", '{"a": oops}')]),
     ("deepseek", deepseek("BEGINCALLunknownSEP{}CALL_ENDEND"), deepseek("BEGINCALLunknownSEP{}CALL_ENDEND"), []),
+    # Cohere, and Hunyuan with a list or lines
+    ("cohere", f"I look.<|START_ACTION|>[\n    {COHERE}\n]<|END_ACTION|>!", "I look.!", [("f", NESTED), ("get_weather", "{}")]),
+    ("hunyuan", f"I look.\n<tool_calls>{ARRAY}</tool_calls>", "I look.", [("f", NESTED), ("get_weather", ESCAPED)]),
+    ("hunyuan", '<tool_calls>\n{"name": "f"}\n{"name": "f", "arguments": {"a": 1}}\n</tool_calls>', "", [("f", "{}"), ("f", '{"a": 1}')]),
     # Gemma
     ("gemma", "Hello.", "Hello.", []),
     (
         "gemma",
-        'Ok <|tool_call>call:f{city:<|"|>Bern, {CH}<|"|>,days:3,at:{x:[1.5,true,<|"|>"q"<|"|>],y:{}},z:null}<tool_call|>',
+        'Ok <|tool_call>call:f{city:<|"|>Bern, {CH}<|"|>,days:3,at:{x:[1.5,true,<|"|>"q"<|"|>],y:{}},z:None,t:True}<tool_call|>',
         "Ok",
-        [("f", '{"city": "Bern, {CH}", "days": 3, "at": {"x": [1.5, true, "\\"q\\""], "y": {}}, "z": null}')],
+        [("f", '{"city": "Bern, {CH}", "days": 3, "at": {"x": [1.5, true, "\\"q\\""], "y": {}}, "z": null, "t": true}')],
     ),
     (
         "gemma",
@@ -190,6 +199,19 @@ GOLDEN = [
     ("qwen3_coder", "<function=f><parameter=city>Bern</parameter></function>ok", "ok", [("f", '{"city": "Bern"}')]),
     ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
     ("qwen3_coder", "<tool_call><function=f></tool_call>x", "x", [("f", "{}")]),
+    # A value's end forgotten, and what only looks like it.
+    (
+        "qwen3_coder",
+        f"{qwen('f', city='Bern', days='3')}{qwen('f', city='Bern')}".replace("\n</parameter>", "").replace("l>I look.", "l>"),
+        "I look.",
+        [("f", '{"city": "Bern", "days": 3}'), ("f", '{"city": "Bern"}')],
+    ),
+    (
+        "qwen3_coder",
+        qwen("f", city="a\n<parameter=x>\n</tool_call>\n</function>\n</tool_call> b\n</function>", any="1\n</function>"),
+        "I look.",
+        [("f", r"""{"city": "a\n<parameter=x>\n</tool_call>\n</function>\n</tool_call> b\n</function>", "any": "1\n</function>"}""")],
+    ),
     # Broken off, and broken.
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=city>\nBe", "", [("f", '{"city": "Be')]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=days>\n12", "", [("f", '{"days": ')]),
@@ -199,6 +221,14 @@ GOLDEN = [
     ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>", "<tool_call>\n<function=unknown>\n</function>", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno", "<tool_call>\n<function=f>\nno", []),
     ("qwen3_coder", qwen("f", days="1e999", ratio="NaN"), "I look.", [("f", '{"days": "1e999", "ratio": "NaN"}')]),
+    # Python's literals where no text is allowed; one that JSON cannot have is text.
+    (
+        "qwen3_coder",
+        qwen("f", at="{'a': (True, '7')}", maybe="['a']"),
+        "I look.",
+        [("f", """{"at": {"a": [true, "7"]}, "maybe": "['a']"}""")],
+    ),
+    ("qwen3_coder", qwen("f", many=r"['\ud800']", at="{1, 2}"), "I look.", [("f", r"""{"many": "['\\ud800']", "at": "{1, 2}"}""")]),
     # GLM 4.5 and 4.7
     ("glm", "Hello <b>.", "Hello <b>.", []),
     (
@@ -219,10 +249,39 @@ GOLDEN = [
     ("glm", "<tool_call>f<arg_key>city</arg_key><arg_value>Be", "", [("f", '{"city": "Be')]),
     ("glm", "<tool_call>f<arg_key>city</arg_key>Bern</tool_call>", "city</arg_key>Bern", [("f", "{}")]),
     ("glm", "<tool_call>unknown</tool_call>", "<tool_call>unknown</tool_call>", []),
+    # Seed-OSS, whose values keep their line breaks, and MiniMax
+    (
+        "seed_oss",
+        "I look.\n<seed:tool_call>\n<function=f>\n<parameter=city>\nBern\n</parameter>\n<parameter=many>['a', None]</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        "I look.",
+        [("f", '{"city": "\\nBern\\n", "many": ["a", null]}')],
+    ),
+    ("seed_oss", '<seed:tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</seed:tool_call>', "", [("f", '{"a": 1}')]),
+    (
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">7 < 8</parameter>\n<parameter name="days">3</parameter>\n'
+        '</invoke>\n<invoke name="get_weather">\n</invoke>\n</minimax:tool_call>',
+        "I look.",
+        [("f", '{"city": "7 < 8", "days": 3}'), ("get_weather", "{}")],
+    ),
+    # OLMo 3
+    ("olmo3", "Hello.", "Hello.", []),
+    (
+        "olmo3",
+        'I look.<function_calls>f(a="</function_calls>\n", b=[true, null])\nget_weather()\n</function_calls> x',
+        "I look. x",
+        [("f", '{"a": "</function_calls>\\n", "b": [true, null]}'), ("get_weather", "{}")],
+    ),
+    ("olmo3", "<function_calls>f(a='1')", "", [("f", '{"a": "1"}')]),
+    ("olmo3", "<function_calls>f(a='1", "<function_calls>f(a='1", []),
     # Python
+    ("pythonic", "[f(a='1\n2\r')]", "", [("f", '{"a": "1\\n2\\r"}')]),
+    ("pythonic", "[f(a='\\\n')]", "", [("f", '{"a": ""}')]),
     ("pythonic", "Hello [1].", "Hello [1].", []),
     ("pythonic", "[1] is a source.", "[1] is a source.", []),
     ("pythonic", "[f()", "[f()", []),
+    ("pythonic", "[get-it(a='-')]", "", [("get-it", '{"a": "-"}')]),
     (
         "pythonic",
         '[f(a="x]\\"", b=[-1, (2.5, None)], c={"d": True, "e": false}), get_weather()]',
@@ -247,6 +306,15 @@ GOLDEN = [
         "I look.",
         [("f", ESCAPED)],
     ),
+    (
+        "openai",
+        f" to=functions.f<|channel|>commentary <|constrain|>json<|message|>{NESTED}<|end|><|start|>assistant<|channel|>final<|message|>ok",
+        "ok",
+        [("f", NESTED)],
+    ),
+    ("openai", " to=functions.f<|channel|>comm", "", []),
+    ("openai", " to=morrow", " to=morrow", []),
+    ("openai", "<|channel|>commentary to=functions.f json<|message|> ", "", [("f", "{}")]),
     ("openai", "<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", "{}", []),
     ("openai", "<|channel|>commentary to=functions.f<|message|>{oops}<|call|>", "", [("f", "{oops}")]),
     ("openai", "<|channel|>commentary to=functions.f", "", []),
@@ -275,6 +343,8 @@ MARKED = [
     *(("hermes", "<tool_call>", "</tool_call>"), ("llama", "<|python_tag|>", ""), ("mistral", "[TOOL_CALLS]", "")),
     *(("granite", "<|tool_call|>", ""), ("gemma", "<|tool_call>", "<tool_call|>"), ("pythonic", "<|tool_call_start|>", "")),
     *(("deepseek", deepseek("BEGIN"), deepseek("END")), ("openai", "x", ""), ("nemotron", "<TOOLCALL>", "</TOOLCALL>")),
+    *(("cohere", "<|START_ACTION|>", "<|END_ACTION|>"), ("hunyuan", "<tool_calls>", ""), ("kimi_k2", "<|tool_calls_section_begin|>", "")),
+    *(("olmo3", "<function_calls>", "</function_calls>"), ("minimax_m2", "<minimax:tool_call>", ""), ("seed_oss", "<seed:tool_call>", "")),
     *(("qwen3_coder", "<tool_call>", "</tool_call>"), ("qwen3_coder", "<function=", ""), ("glm", "<tool_call>", " x</tool_call>")),
 ]
 
@@ -292,6 +362,9 @@ PIECES = (
     *("<|channel|>", "<|message|>", "to=functions.f", "<|end|>", *map(deepseek, ("BEGIN", "CALL", "fSEP", "CALL_END", "END"))),
     *('{"name": "f", "arguments": {"a": [1, "x"]}}', '"parameters": ', '{"name": "f", ', '"arguments": ', '{"a": "\\u00e9\\""}', "f", "{}"),
     *("<function=f>", "<function=", "<parameter=city>", "<parameter=days>\n", "\n</parameter>", "</function>", "<TOOLCALL>", "</TOOLCALL>"),
+    *("<|START_ACTION|>[", '{"tool_name": "f"}', "<tool_calls>", "</tool_calls>", "<seed:tool_call>", "<minimax:tool_call>"),
+    *('<invoke name="', "<function_calls>", "f()", "to=functions.", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>", 'f">', '<parameter name="city">', "</invoke>"),
     *("f\n", "<arg_key>", "days</arg_key>", "city</arg_key>", "<arg_value>", "</arg_value>", "<arg_"),
     *("{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "\n", "\t", "é😀", "-1.5e", "tru", "null", "x"),
 )
@@ -380,11 +453,31 @@ def test_mistral_s_ids_are_what_its_templates_take():
     assert all(len(one) == 9 and one.isascii() and one.isalnum() for one in ids)
 
 
+def test_kimi_s_ids_are_what_the_model_wrote_and_unique():
+    begin, end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    ids = ("functions.f:3", "functions.f:3", "get_weather:4")
+    calls = "".join(f'{begin}{one}<|tool_call_argument_begin|>{{"a": "{end}"}}{end}' for one in ids)
+    content, parsed_calls = parsed("kimi_k2", f"I look.<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>ok")
+    arguments = f'{{"a": "{end}"}}'
+    assert content == "I look.ok"
+    assert parsed_calls == [("functions.f:3", "f", arguments), ("id1", "f", arguments), ("get_weather:4", "get_weather", arguments)]
+    form = TOOL_PARSERS["kimi_k2"].call_format("")
+    one = f"{form.before}f{form.between}{{}}{form.after}"
+    forced = f"{form.begin}{one}{form.separator}{one}{form.end}"
+    assert parsed("kimi_k2", forced) == ("", [("functions.f:0", "f", "{}"), ("id1", "f", "{}")])
+
+
 @pytest.mark.parametrize(
     ("template", "syntax"),
     [
         ("{{ '<tool_call>\\n<function=' + call.name + '>' }}{{ '<parameter=' + key + '>\\n' }}", "qwen3_coder"),
         ("<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value></tool_call>", "glm"),
+        ("Return calls within <tool_call></tool_call>: {{ '<tool_calls>[' + call + ']</tool_calls>' }}", "hunyuan"),
+        ("<|START_ACTION|>[{{ call }}]<|END_ACTION|>", "cohere"),
+        ("{{ '<|tool_calls_section_begin|>' }}<|tool_call_begin|>{{ call.id }}", "kimi_k2"),
+        ("<minimax:tool_call>\n<invoke name=", "minimax_m2"),
+        ("<seed:tool_call>\n<function={{ name }}>\n<parameter={{ key }}>", "seed_oss"),
+        ("Output any function calls within <function_calls></function_calls> XML tags.", "olmo3"),
         ("{{ 'List of tools: <|tool_list_start|>[' }}", "pythonic"),
         ("{{ 'List of tools: [' }}{{ tools | tojson }}", "pythonic"),
         ("List of tools: {{ tools }}<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
@@ -407,6 +500,11 @@ def test_the_template_tells_the_syntax(template, syntax):
         ("pythonic", "List of tools: ", "<|tool_call_start|>["),
         ("nemotron", "<TOOLCALL>", "<TOOLCALL>["),
         ("glm", "<arg_key>", "<tool_call>\n"),
+        ("cohere", "<|START_ACTION|>", "<|START_ACTION|>["),
+        ("hunyuan", "<tool_calls>", "<tool_calls>["),
+        ("minimax_m2", "<minimax:tool_call>", "<minimax:tool_call>\n"),
+        ("olmo3", "<function_calls>", "<function_calls>"),
+        ("seed_oss", "<seed:tool_call>", "<seed:tool_call>\n"),
     ],
 )
 def test_a_forced_call_is_one_that_the_parser_reads(syntax, template, begin):
