@@ -76,6 +76,18 @@ def test_forced_tokens_are_the_only_ones_that_may_come(grammars, tokenizer):
     assert matcher.forced() == []
 
 
+@pytest.mark.parametrize("form", [structure("choice", ["</s>"]), structure("json", {"enum": ["</s>"]})], ids=lambda form: form.kind)
+def test_a_forced_text_is_no_control_token(grammars, tokenizer, form):
+    matcher, written = grammars.compile(form).result(PATIENCE).matcher(), []
+    while forced := matcher.forced():
+        assert not {*forced} & tokenizer.special_token_ids
+        for token in forced:
+            assert allowed(matcher) == {token}
+            matcher.accept(token)
+        written += forced
+    assert tokenizer.decode(written) in ("</s>", '"</s>"')
+
+
 def test_a_token_out_of_place_is_an_error_of_that_matcher_alone(grammars, tokenizer):
     grammar = grammars.compile(structure("choice", ["a"])).result(PATIENCE)
     wrong, right = grammar.matcher(), grammar.matcher()

@@ -221,6 +221,8 @@ def _verdict(vocabulary: GrammarVocabulary, ends: Sequence[int], structure: Stru
         # An arbitrary answer may take the lexer more states than one that makes sense, or come to a place without a way to go on.
         if error.code is not None and not usage.broken:
             return {"error": str(error), "code": error.code}
+    except ValueError as error:
+        return {"error": shortened(str(error)), "code": None}
     return {"error": None, "bytes": max(0, resident_bytes() - before)}
 
 

@@ -9,6 +9,7 @@ use llguidance::{Logger, Matcher, ParserFactory, regex_to_lark};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
+use tokenizers::Tokenizer;
 use toktrie_hf_tokenizers::ByteTokenizer;
 
 use crate::errors::invalid;
@@ -32,6 +33,7 @@ impl GrammarVocabulary {
                 return Err(PyValueError::new_err(format!("the tokens that end an answer, {ends:?}, are not all among its {tokens}")));
             }
             tokenizer.set_eos_tokens(&ends);
+            tokenizer.hf_tokenizer = without_added_tokens(&tokenizer.hf_tokenizer);
             ParserFactory::new_simple(&tokenizer.into_tok_env(Some(size)).map_err(invalid)?).map(Self).map_err(invalid)
         })
     }
@@ -40,6 +42,16 @@ impl GrammarVocabulary {
     fn piece(&self, token: u32) -> Vec<u8> {
         self.0.tok_env().tok_trie().decode(&[token])
     }
+}
+
+/// A tokenizer that reads the texts of control tokens as plain text.
+///
+/// llguidance tokenizes text that a grammar forces. A control token in there would be the only one that its mask allows, and then be refused.
+fn without_added_tokens(tokenizer: &Tokenizer) -> Tokenizer {
+    let mut plain = Tokenizer::new(tokenizer.get_model().clone());
+    plain.with_normalizer(tokenizer.get_normalizer().cloned());
+    plain.with_pre_tokenizer(tokenizer.get_pre_tokenizer().cloned());
+    plain
 }
 
 /// The position of a sequence in a grammar. Copies share the states of the lexer.
