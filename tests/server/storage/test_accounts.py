@@ -133,11 +133,13 @@ def test_a_file_whose_deletion_cannot_be_committed_keeps_its_content(tmp_path, m
 
         def execute(self, query, *values):
             if query == "COMMIT":
-                raise sqlite3.OperationalError("database or disk is full")
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorname = "SQLITE_FULL"
+                raise error
             return connection.execute(query, *values)
 
     monkeypatch.setattr(storage.database, "_connection", FullDisk())
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(ApiError, match="disk is full"):
         asyncio.run(storage.files.delete("alice", file.id))
     monkeypatch.undo()
     storage.check()

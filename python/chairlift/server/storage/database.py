@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from chairlift.errors import InvalidSetting
-from chairlift.server.errors import unavailable
+from chairlift.server.errors import ApiError, unavailable
 
 if TYPE_CHECKING:
     import sqlite3
@@ -73,9 +73,9 @@ class Database:
             raise InvalidSetting(f"--data-dir {directory}: {reason}") from None
 
     async def run(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
-        """Returns `work(connection)`, committed to the disk; an exception rolls back. Raises ApiError 503 after `close`.
+        """Returns `work(connection)`, committed to the disk; an exception rolls back.
 
-        `then` is called with the result after the commit, even if the caller is cancelled meanwhile.
+        Raises ApiError: 503 after `close`, 507 if the disk is full. `then` is called with the result after the commit, even if the caller is cancelled meanwhile.
         """
         if self._closed:
             raise unavailable("the server is shutting down", "shutting_down", 5)
@@ -96,9 +96,11 @@ class Database:
         try:
             result = work(self._connection)
             self._connection.execute("COMMIT")
-        except BaseException:
+        except BaseException as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
+            if getattr(error, "sqlite_errorname", None) == "SQLITE_FULL":
+                raise ApiError(507, "the server's disk is full", type="server_error", code="insufficient_storage") from error
             raise
         if then is not None:
             then(result)
