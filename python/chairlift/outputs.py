@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -167,7 +167,7 @@ class RequestOutput:
 
     text: str
     token_ids: list[int]
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     finish_reason: str | None = None
     """`stop` (end of sequence, a stop string or a stop token) or `length`; None while the request runs.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.detokenizer import TextStream
@@ -32,7 +32,7 @@ class Choice:
         self,
         tokenizer: Tokenizer,
         index: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         arrived: float,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,

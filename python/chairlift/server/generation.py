@@ -56,7 +56,7 @@ class Generation:
         self,
         request: Request,
         body: GenerationRequest,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
         kind: str,
@@ -86,7 +86,7 @@ class Generation:
         always_whole = kind == "response"
         most = max_tokens_with_logprobs(params, len(prompts)) if always_whole or not self._stream else sys.maxsize
         hint = "" if always_whole else ", or stream the response"
-        self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens, most, hint)) for prompt in prompts]
+        self._prompts = [(prompt, self._with_max_tokens(prompt, params, default_max_tokens, most, hint)) for prompt in prompts]
         self._n = params.n
         self._sequence = sequence
         self._request_id = body.request_id or self._context.request_id
@@ -117,7 +117,7 @@ class Generation:
         scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
         return self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
 
-    def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:
+    def _with_max_tokens(self, prompt: Sequence[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:
         """Returns the parameters with the prompt's `max_tokens`; raises InvalidRequest.
 
         At `most` so many have room in the response; `hint` names another way to get more.
