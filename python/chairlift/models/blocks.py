@@ -99,7 +99,7 @@ class Block(ABC):
 
     def __init__(self, weights: LayerWeights) -> None:
         """Keeps nothing of `weights`, which may hold a whole checkpoint."""
-        self._group, self._residual_scale = weights.group, weights.config.residual_scale
+        self._group, self._residual_scale = weights.group, weights.config.scales.residual
 
     @property
     def rounds(self) -> bool:
@@ -130,7 +130,7 @@ class Attention(Block):
         config, index, names = weights.config, weights.index, weights.config.projections
         self._cache_index, self.scales = cache_index, scales
         self._eps, self._dim, self._gated = config.rms_norm_eps, config.head_dim, config.gated_attention
-        self._window, self._scale, self._softcap = config.windows[index], config.attention_scale, config.attention_softcap
+        self._window, self._scale, self._softcap = config.windows[index], config.scales.attention, config.scales.scores_cap
         self.rope = None if not config.uses_rope[index] else config.rope if self._window is None else config.local_rope
         """None in a layer without rotary positions."""
         queries, kv = config.num_heads * self._dim, config.num_kv_heads * self._dim

@@ -51,10 +51,10 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
         "attention sinks": model.sinks,
         "gated attention": model.gated_attention,
         "queries that grow with their position": model.temperature,
-        "capped attention scores": model.attention_softcap,
+        "capped attention scores": model.scales.scores_cap,
         "layers without rotary positions": not all(model.uses_rope),
         "scaled or partial rotations": any(rope.scale != 1 or rope.dim != model.head_dim for rope in ropes),
-        "multipliers": model.residual_scale != 1 or model.embedding_scale not in (1, model.hidden_size**0.5),
+        "multipliers": model.scales.residual != 1 or model.scales.embedding not in (1, model.hidden_size**0.5),
         "norms of all heads together": model.whole_norms,
         "norms of other names": model.norms != Norms(),
         "fused projections": len(model.projections.gate_up) != 2,
@@ -86,7 +86,7 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
         rms=True,
         norm_offset=model.norm_offset,
         gate=model.activation,
-        scaled_embeddings=model.embedding_scale != 1,
+        scaled_embeddings=model.scales.embedding != 1,
     )
 
 

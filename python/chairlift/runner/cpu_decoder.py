@@ -47,7 +47,7 @@ class _Builder:
             return _core.Decoder(
                 blocks,
                 # The head is linear, so the norm's weight can include the factor of the logits.
-                norm=self.norm(model.norms.last) * np.float32(model.logits_scale),
+                norm=self.norm(model.norms.last) * np.float32(model.scales.logits),
                 head=head,
                 embedding=None if tied else embedding,
                 layer_embeddings=layer_embeddings,
@@ -57,8 +57,8 @@ class _Builder:
                 rms_norm_eps=model.rms_norm_eps,
                 ropes=[(rope.frequencies(self.longest), rope.scale) for rope in self.ropes],
                 threads=self.threads,
-                embedding_scale=model.embedding_scale,
-                final_softcap=model.final_softcap,
+                embedding_scale=model.scales.embedding,
+                final_softcap=model.scales.logits_cap,
             )
         except ValueError as error:
             raise UnsupportedModel(f"{model.architecture}: {error}") from None
@@ -107,7 +107,7 @@ class _Builder:
             heads=recurrent_weights.heads(self.weights, layers, prefix),
             out_proj=self.linear({own + layers.names.output: model.hidden_size}, layers.width, layers.bias),
             layer=sum(layers.layers[:index]),
-            residual_scale=model.residual_scale,
+            residual_scale=model.scales.residual,
         )
 
     def attention(self, index: int) -> _core.DecoderBlock:
@@ -132,16 +132,16 @@ class _Builder:
             gated=model.gated_attention,
             kv=kv_place,
             o_proj=self.linear({prefix + model.projections.output: model.hidden_size}, queries, model.output_bias),
-            scale=model.attention_scale,
+            scale=model.scales.attention,
             temperature=model.temperature,
             qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
             value_norm=np.ones(head_dim, np.float32) if model.variants and not shared else None,
             rope=rope if model.uses_rope[index] else None,
-            softcap=model.attention_softcap,
+            softcap=model.scales.scores_cap,
             window=model.windows[index],
             sinks=self.vector(f"{prefix}self_attn.sinks", model.num_heads) if model.sinks else None,
             post_norm=self.norm(prefix + "post_attention_layernorm") if model.post_norms else None,
-            residual_scale=model.residual_scale,
+            residual_scale=model.scales.residual,
         )
 
     def latent_attention(self, index: int, latent: Latent) -> _core.DecoderBlock:
@@ -167,7 +167,7 @@ class _Builder:
             o_proj=self.linear({prefix + model.projections.output: model.hidden_size}, model.num_heads * latent.value),
             rope=self.ropes.index(model.rope),
             adjacent=latent.adjacent,
-            scale=model.attention_scale,
+            scale=model.scales.attention,
             eps=LATENT_EPS,
         )
 
@@ -247,7 +247,7 @@ class _Builder:
             norms=self.mixture_norms(prefix) if names.own_norms else None,
             activation=model.activation,
             post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
-            residual_scale=model.residual_scale,
+            residual_scale=model.scales.residual,
             stream_scale=scale,
         )
 
@@ -269,7 +269,7 @@ class _Builder:
             down_proj=self.linear({prefix + model.projections.down: hidden}, inner, model.mlp_bias),
             activation=model.activation,
             post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
-            residual_scale=model.residual_scale,
+            residual_scale=model.scales.residual,
             stream_scale=scale,
         )
 
