@@ -31,7 +31,7 @@ from chairlift.server.schema.logprobs import MAX_LOGPROBS, max_tokens_with_logpr
 from chairlift.server.service import service_of
 from chairlift.server.session_wait import HEADER, expected_wait, preferred_wait, takes_turns
 from chairlift.server.submission import Submission
-from chairlift.server.usage import Usage, timing_metrics
+from chairlift.server.usage import Energy, Usage, timing_metrics
 
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
@@ -108,7 +108,7 @@ class Generation:
         cacheable = sum(len(prompt) // config.block_size * config.block_size for prompt in prompts) if config.enable_prefix_caching else 0
         self.usage = Usage(prompt=sum(map(len, prompts)), cacheable=cacheable)
         if body.energy:
-            self.usage.energy = {"joules": None, "method": self._model.engine.info.energy_method}
+            self.usage.energy = Energy(None, self._model.engine.info.energy_method)
         self._timing: Timing | None = None
 
     def _urgency(self, request: Request, body: GenerationRequest) -> Scheduling:
@@ -293,7 +293,7 @@ class Generation:
     async def _count_energy(self, index: int, known: Sequence[Timeline | None]) -> None:
         """Adds a prompt's energy to the usage, if the request asks for it, there is a meter and the engine answers in time."""
         energy = self.usage.energy
-        if energy is None or energy["method"] is None:
+        if energy is None or energy.method is None:
             return
         timelines = [timeline for timeline in known if timeline is not None]
         if self._prompts[index][1].ranked or len(timelines) < len(known):
@@ -303,7 +303,7 @@ class Generation:
             except (ChairliftError, TimeoutError):
                 return  # the answer is complete
         joules = sum(timeline.energy_joules or 0.0 for timeline in timelines)
-        energy["joules"] = round((energy["joules"] or 0.0) + joules, 6)
+        energy.joules = round((energy.joules or 0.0) + joules, 6)
 
     def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest | WaitTooLong) -> None:
         """Records a prompt that was rejected and has used nothing."""
