@@ -378,9 +378,7 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """The running and waiting requests, the KV map and the steps since the last snapshot."""
         seen = self._scheduler.snapshot(clock.now(), SNAPSHOT_WAITING, SNAPSHOT_CELLS)
-        stats = self.stats().pack()
-        del stats["tenants"], stats["classes"]
-        return {**seen, "now_us": clock.now(), "stats": stats, "names": []}
+        return {**seen, "now_us": clock.now(), "stats": self.stats().counters(), "names": []}
 
     def stats(self) -> Stats:
         """The counters and gauges, without those of tenants and classes (see `usage`)."""

@@ -68,6 +68,6 @@ class EngineSnapshot(CoreSnapshot):
 
     now_us: int
     stats: dict[str, Any]
-    """The fields of `Stats` at the same time, without `tenants` and `classes`."""
+    """`Stats.counters` at the same time."""
     names: list[tuple[int, str | None]]
     """Tags and ids of its requests, which the client adds."""

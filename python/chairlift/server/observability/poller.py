@@ -95,7 +95,7 @@ class SnapshotPoller:
         stats, targets = self._stats, self._model.metrics.targets_met()
         return {
             "load": engine_stats.load(stats),
-            "stats": {name: value for name, value in stats.pack().items() if name not in ("tenants", "classes")},
+            "stats": stats.counters(),
             "latency": self._latency(None),
             "cache_misses": self._model.metrics.cache_misses(),
             "tiers": [row for tier in _TIERS if (row := self._tier(tier, targets.get(tier, {})))],
