@@ -267,7 +267,7 @@ class AsyncEngine(EngineClient):
         return timelines
 
     async def take_snapshot(self) -> EngineSnapshot:
-        """The engine's state, with `names`."""
+        """The state of the engine, with the ids of its requests."""
         snapshot: EngineSnapshot = await self._ask(SnapshotRequest)
         streams = {one["tag"]: self._streams.get(one["tag"]) for one in [*snapshot["running"], *snapshot["waiting"]]}
         return {**snapshot, "names": [(tag, stream.request_id) for tag, stream in streams.items() if stream is not None]}

@@ -231,7 +231,7 @@ class Result:
             "span_s": span,
         }
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> dict[str, Any]:
         """The figures, settings, tenants and samples as plain data."""
         window, service = self.service()
         return {
