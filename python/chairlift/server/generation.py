@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -136,7 +136,7 @@ class Generation:
         """The tier that serves the request, in OpenAI's words; None for a background request."""
         return None if self._scheduling.served_tier == "background" else self._scheduling.tier
 
-    def service_tier_field(self) -> dict[str, Any]:
+    def service_tier_field(self) -> dict[str, object]:
         """Returns the `service_tier` field of the response, if the request has one."""
         return {"service_tier": self.service_tier} if self._asks_for_tier and self.service_tier else {}
 
@@ -147,7 +147,7 @@ class Generation:
         seconds = await expected_wait(self._model.engine, self._engine_ids[0])
         return {} if seconds is None else {HEADER: str(max(1, math.ceil(seconds)))}
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, dict[str, float | None]]:
         """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
         return {"metrics": timing_metrics(self._timing, self.usage.completion)} if self._timing else {}
 
