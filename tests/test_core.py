@@ -17,6 +17,7 @@ from journals import watched
 
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.engine.engine_request import EngineRequest, ResumedChoice
+from chairlift.outputs import Timeline
 
 MAX_SEQS, MAX_TOKENS, BLOCK, MAX_LEN = 4, 32, 4, 64
 
@@ -364,9 +365,12 @@ def test_dicts_have_the_fields_that_the_stub_names() -> None:
     add(core, 70, ids(5, 6, 7), 1, [1], 0, deadline_ms=1)
     explained = core.explain(70)
     assert explained is not None
-    assert known - optional <= explained.keys() <= known
     (missed,) = core.expire(2000)
-    assert missed.keys() == known - optional
+    assert known <= explained.keys()
+    assert known - optional == missed.keys() & known
+    same = {field.name for field in fields(Timeline)}
+    assert explained.keys() - known <= same
+    assert same - known <= explained.keys() | {"block_seconds", "compute_seconds", "energy_joules", "expected_wait_ms", "max_wait_ms"}
     journal = watched(requests=4).journal
     shadow = _core.Shadow(journal, [{}])
     shadow.advance(100)

@@ -298,7 +298,7 @@ class StepPlan:
 
 @type_check_only
 class Timeline(TypedDict):
-    """What happened to a request: the fields of `chairlift.Timeline`, in microseconds."""
+    """What happened to a request, in microseconds: the fields of `chairlift.Timeline`, of which these are read here or converted there."""
 
     tag: int
     finish: str | None
@@ -308,34 +308,14 @@ class Timeline(TypedDict):
     first_token: int | None
     ended: int | None
     states: dict[str, int]
-    prompt_tokens: int
-    cached_tokens: int
-    own_cached_tokens: int
-    lost_hit_tokens: int
-    evicted_for: dict[str, int]
-    output_tokens: int
-    computed_tokens: int
-    recomputed_tokens: int
     compute_ns: int
     energy_uj: int | None
-    draft_tokens: int
-    accepted_draft_tokens: int
-    preemptions: int
-    swaps: int
-    preempted_by: list[int]
-    preempted_for: dict[str, int]
     block_us: int
-    tenant: str
-    priority: int
-    tier: str
-    limit: str | None
+    preempted_by: list[int]
     queued_behind: NotRequired[list[tuple[str, int]]]
-    """How long each tenant's requests ran while this request waited for its first step, longest first. This field and those that follow are
-    set only by `Scheduler.explain`."""
-    served_before: NotRequired[dict[str, int]]
+    """How long each tenant's requests ran while this request waited for its first step, longest first. Only `Scheduler.explain` sets it and
+    `served_before`, `served_first`, `expected_wait_ms` and `max_wait_ms`."""
     served_first: NotRequired[list[tuple[int, str, str]]]
-    expected_wait_ms: NotRequired[int]
-    max_wait_ms: NotRequired[int]
 
 @type_check_only
 class Usage(TypedDict):
