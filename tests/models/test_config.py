@@ -109,8 +109,8 @@ def test_what_transformers_writes_of_gemma_by_default_is_read(name, tmp_path):
     assert ours.windows == tuple(4096 if kind == "sliding_attention" else None for kind in theirs.layer_types)
     assert (ours.num_kv_heads, ours.head_dim, ours.scales.attention) == (4, 256, theirs.query_pre_attn_scalar**-0.5)
     assert (ours.scales.scores_cap, ours.scales.logits_cap) == (theirs.attn_logit_softcapping, theirs.final_logit_softcapping)
-    assert (ours.activation, ours.scales.embedding, ours.norm_offset) == ("gelu_tanh", theirs.hidden_size**0.5, 1.0)
-    assert (ours.tie_word_embeddings, ours.post_norms, ours.qk_norm) == (True, True, name == "Gemma3")
+    assert (ours.family.activation, ours.scales.embedding, ours.family.norm_offset) == ("gelu_tanh", theirs.hidden_size**0.5, 1.0)
+    assert (ours.tie_word_embeddings, ours.family.post_norms, ours.qk_norm) == (True, True, name == "Gemma3")
     assert (ours.rope.theta, ours.local_rope.theta) == ((1e6, 1e4) if name == "Gemma3" else (1e4, 1e4))
 
 
@@ -300,7 +300,7 @@ def test_heads_of_qwen_3_with_experts_have_the_usual_size_if_none_is_named(name)
 )
 def test_gemma_1_names_its_activation_in_the_ways_of_its_published_files(changes, ours):
     with contextlib.nullcontext() if ours else pytest.raises(NoNativeModel, match="has no code of ours"):
-        assert parse(architectures=["GemmaForCausalLM"], num_key_value_heads=4, **changes).activation == "gelu_tanh"
+        assert parse(architectures=["GemmaForCausalLM"], num_key_value_heads=4, **changes).family.activation == "gelu_tanh"
 
 
 def test_gemma_3_has_no_softcap_of_scores_even_if_its_config_names_one():

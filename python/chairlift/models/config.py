@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chairlift.architectures import HEADLESS, QWEN3, Architecture, Code, Norms, Projections
+from chairlift.architectures import HEADLESS, QWEN3, Architecture, Code
 from chairlift.errors import UnsupportedModel, pip_install_with_torch
 from chairlift.models.classifier import Classifier
 from chairlift.models.entries import check_beside, check_entries
@@ -40,18 +40,17 @@ from chairlift.models.windows import parse_rope_layers
 class ModelConfig(ModelShape):
     """The configuration of a model of the Llama family.
 
-    `windows` has one entry per layer: the number of tokens that a token sees, itself included; None means all. Layers with a window use
-    `local_rope`. `activation` is silu or gelu_tanh, or relu2 for MLPs without a gate. With a temperature (b, n) the query at position p is
-    multiplied by 1 + b * ln(1 + floor(p / n)). `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after
-    attention and after the MLP. Heads are rotated in the layers selected by `uses_rope`. With `whole_norms` the norms of queries and keys
-    are those of all heads together. With `variants` layers have different heads (see `LayerVariants`). With `gated_attention` outputs are
-    multiplied by the sigmoids of gates. `attention` says which layers have attention, and `feeds` which have an MLP of `intermediate_size`
-    or experts. With a `recurrence` some layers have a state instead of keys and values, and with `experts` some have a mixture of experts.
-    With a `latent` keys and values are made of one vector a token. `scheme` is that of quantised layers. A checkpoint has `later_layers`
-    after the last one, which predict tokens beyond the next one and are not used. With a `classifier` the model scores pairs of texts and
-    generates none. A `headless` model computes embeddings alone. `embedding` is the name of the embeddings' matrix.
+    `family` has what config.json does not say. `windows` has one entry per layer: the number of tokens that a token sees, itself included;
+    None means all. Layers with a window use `local_rope`. With a temperature (b, n) the query at position p is multiplied by 1 + b * ln(1 +
+    floor(p / n)). Heads are rotated in the layers selected by `uses_rope`. With `variants` layers have different heads (see
+    `LayerVariants`). `attention` says which layers have attention, and `feeds` which have an MLP of `intermediate_size` or experts. With a
+    `recurrence` some layers have a state instead of keys and values, and with `experts` some have a mixture of experts. With a `latent`
+    keys and values are made of one vector a token. `scheme` is that of quantised layers. A checkpoint has `later_layers` after the last
+    one, which predict tokens beyond the next one and are not used. With a `classifier` the model scores pairs of texts and generates none.
+    A `headless` model computes embeddings alone. `embedding` is the name of the embeddings' matrix.
     """
 
+    family: Architecture
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
@@ -61,19 +60,11 @@ class ModelConfig(ModelShape):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    whole_norms: bool
-    sinks: bool
     windows: tuple[int | None, ...]
     local_rope: RopeConfig
     scales: Scales
     temperature: tuple[float, int] | None
-    activation: str
-    norm_offset: float
-    post_norms: bool
     uses_rope: tuple[bool, ...]
-    projections: Projections
-    norms: Norms
-    gated_attention: bool
     attention: tuple[bool, ...]
     feeds: tuple[bool, ...]
     recurrence: RecurrentLayers | None
@@ -117,7 +108,7 @@ class ModelConfig(ModelShape):
     @property
     def gated(self) -> bool:
         """Whether MLPs and experts have a gate."""
-        return self.activation != "relu2"
+        return self.family.activation != "relu2"
 
     @property
     def expert_counts(self) -> tuple[int, int]:
@@ -157,7 +148,7 @@ class ModelConfig(ModelShape):
         if self.latent:
             return (*self.latent.matrices(hidden), *mlp)
         if self.attention[layer]:
-            return (queries * (2 if self.gated_attention else 1) + 2 * kv, hidden), (hidden, queries), *mlp
+            return (queries * (2 if self.family.gated_attention else 1) + 2 * kv, hidden), (hidden, queries), *mlp
         if self.recurrence and self.recurrence.layers[layer]:
             return (self.recurrence.projected, hidden), (hidden, self.recurrence.width), *mlp
         return mlp
@@ -254,6 +245,7 @@ class ModelConfig(ModelShape):
         rope, local_rope = parse_ropes(raw, family, heads.rotated)
         return cls(
             architecture=family.name,
+            family=family,
             vocab_size=parse_size(raw, "vocab_size", family.vocab_size),
             hidden_size=hidden,
             intermediate_size=_inner(raw, family),
@@ -269,17 +261,9 @@ class ModelConfig(ModelShape):
             output_bias=bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm and bool(raw.get("use_qk_norm", True)),
-            whole_norms=family.whole_norms,
-            sinks=family.sinks,
             windows=heads.windows,
             temperature=parse_temperature(raw) if family.temperature else None,
-            activation=family.activation,
-            norm_offset=family.norm_offset,
-            post_norms=family.post_norms,
             uses_rope=parse_rope_layers(raw, family, layers),
-            projections=family.projections,
-            norms=family.norms,
-            gated_attention=family.gated_attention,
             attention=attention,
             feeds=feeds,
             recurrence=recurrence,

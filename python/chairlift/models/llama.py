@@ -69,7 +69,7 @@ class Llama:
         self.scale = torch.tensor(config.scales.embedding, dtype=self.embedding.dtype).item()
         given = (weights, self.embedding.dtype, group, quantization, rounds_activations)
         self.layers = [_layer(LayerWeights(config, index, *given)) for index in range(config.num_layers)]
-        self.norm = norm_weight(config, weights, f"{config.norms.last}.weight")
+        self.norm = norm_weight(config, weights, f"{config.family.norms.last}.weight")
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         device = self.embedding.device
         longest = longest or config.max_position_embeddings
