@@ -1,5 +1,6 @@
 """The binding: what crosses between Python and the Rust scheduler, and what is refused."""
 
+import ast
 import os
 import re
 import subprocess
@@ -12,9 +13,11 @@ import msgpack
 import numpy as np
 import pytest
 from core_requests import add
+from journals import watched
 
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.engine.engine_request import EngineRequest, ResumedChoice
+from chairlift.outputs import Timeline
 
 MAX_SEQS, MAX_TOKENS, BLOCK, MAX_LEN = 4, 32, 4, 64
 
@@ -341,9 +344,40 @@ def test_stub_matches_the_module(tmp_path: Path) -> None:
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\n[mypy-numpy.*]\nfollow_imports = skip\n")  # its types are many, and none of them is compared
     command = [sys.executable, "-m", "mypy.stubtest", "chairlift._core", "--ignore-disjoint-bases", "--mypy-config-file", str(config)]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MYPYPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MYPYPATH": f"{tmp_path}:{Path(_core.__file__).parents[1]}"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def stub_fields() -> dict[str, tuple[set[str], set[str]]]:
+    """The fields of each dict in the stub, and those of them that may be absent."""
+    found: dict[str, tuple[set[str], set[str]]] = {"TypedDict": (set(), set())}
+    for node in ast.parse(Path(_core.__file__).with_name("_core.pyi").read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.bases and (base := found.get(ast.unparse(node.bases[0]))) is not None:
+            own = {ast.unparse(item.target): ast.unparse(item.annotation) for item in node.body if isinstance(item, ast.AnnAssign)}
+            optional = {name for name, kind in own.items() if kind.startswith("NotRequired")}
+            found[node.name] = base[0] | own.keys(), base[1] | optional
+    return found
+
+
+def test_dicts_have_the_fields_that_the_stub_names() -> None:
+    core, (known, optional) = scheduler(), stub_fields()["Timeline"]
+    add(core, 70, ids(5, 6, 7), 1, [1], 0, deadline_ms=1)
+    explained = core.explain(70)
+    assert explained is not None
+    (missed,) = core.expire(2000)
+    assert known <= explained.keys()
+    assert known - optional == missed.keys() & known
+    same = {field.name for field in fields(Timeline)}
+    assert explained.keys() - known <= same
+    assert same - known <= explained.keys() | {"block_seconds", "compute_seconds", "energy_joules", "expected_wait_ms", "max_wait_ms"}
+    journal = watched(requests=4).journal
+    shadow = _core.Shadow(journal, [{}])
+    shadow.advance(100)
+    taken = shadow.take()
+    dicts = {"Usage": core.usage(), "Replay": _core.replay(journal), "WhatIf": _core.what_if(journal, {}), "ShadowReport": taken}
+    dicts |= {"Report": _core.replay(journal)["report"], "Ended": taken["recorded"], "Workload": _core.workload(journal)}
+    assert {name: found.keys() for name, found in dicts.items()} == {name: stub_fields()[name][0] for name in dicts}
 
 
 def accounts(report: dict[str, Any]) -> list[dict[str, Any]]:

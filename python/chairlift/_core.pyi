@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, NotRequired, TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.snapshot import CoreSnapshot
 
 __all__ = [
     "CORPUS_BYTES_PER_TOKEN",
@@ -295,6 +296,34 @@ class StepPlan:
     def swap_in(self) -> list[tuple[int, int]]:
         """Blocks to copy from the host pool, (host, device), after `swap_out` and before the copies of the step buffers."""
 
+@type_check_only
+class Timeline(TypedDict):
+    """What happened to a request, in microseconds: the fields of `chairlift.Timeline`, of which these are read here or converted there."""
+
+    tag: int
+    finish: str | None
+    arrived: int
+    submitted: int
+    started: int | None
+    first_token: int | None
+    ended: int | None
+    states: dict[str, int]
+    compute_ns: int
+    energy_uj: int | None
+    block_us: int
+    preempted_by: list[int]
+    queued_behind: NotRequired[list[tuple[str, int]]]
+    """How long each tenant's requests ran while this request waited for its first step, longest first. Only `Scheduler.explain` sets it and
+    `served_before`, `served_first`, `expected_wait_ms` and `max_wait_ms`."""
+    served_first: NotRequired[list[tuple[int, str, str]]]
+
+@type_check_only
+class Usage(TypedDict):
+    """The usage of each tenant and class, by name."""
+
+    tenants: dict[str, dict[str, int]]
+    classes: dict[int, dict[str, int]]
+
 @final
 class Outputs:
     """The output of a step: packed little-endian arrays of equal length, one entry per token."""
@@ -309,8 +338,8 @@ class Outputs:
     def finishes(self) -> bytes:
         """uint8: 0 running, 1 stop, 2 length, 3 error (the entry has no valid token)."""
     @property
-    def ended(self) -> list[dict[str, Any]]:
-        """The timelines of the requests that finished: see `Scheduler.explain`."""
+    def ended(self) -> list[Timeline]:
+        """The timelines of the requests that finished."""
 
 @final
 class Scheduler:
@@ -426,7 +455,7 @@ class Scheduler:
         """Ends a request like `abort`, but counts it as stopped, because its caller has the complete output."""
     def fail(self, seq: int, now: int) -> bool:
         """Ends a request like `abort`, but counts it as failed, because it cannot be computed."""
-    def expire(self, now: int) -> list[dict[str, Any]]:
+    def expire(self, now: int) -> list[Timeline]:
         """Ends the requests that missed, or will certainly miss, their deadlines. Returns their timelines. Call it before `plan`."""
     def plan(self, buffers: StepBuffers, now: int, forced: Sequence[tuple[int, Sequence[int]]] = ...) -> StepPlan | None:
         """Plans the next step and fills the buffers. Returns None if there is nothing to run.
@@ -445,27 +474,17 @@ class Scheduler:
         """
     def tokens(self, seq: int) -> tuple[bytes, int]:
         """Returns a sequence's tokens so far (int32) and the number of prompt tokens. Raises KeyError if it has ended."""
-    def explain(self, tag: int) -> dict[str, Any] | None:
-        """Returns the timeline of a live request or of one of the last 10,000 that ended: microseconds by state, and resource use.
-
-        `served_before` counts by rule the requests that first started while this one waited, and `served_first` has (tag, tenant, rule)
-        of the first 16. `queued_behind` has (tenant, microseconds): how long each tenant's requests ran while this request waited for its
-        first step, longest first. While the request waits for its session's turn, `expected_wait_ms` and `max_wait_ms` say for how long.
-        """
-    def snapshot(self, now: int, max_waiting: int, max_cells: int) -> dict[str, Any]:
-        """Returns the sequence of each batch slot, the waiting requests, the state of the KV blocks, and the steps since the last snapshot.
-
-        `running`, `waiting` and `steps` are lists of dicts; times are microseconds. `waiting_by_tier` counts all waiting sequences.
-        `kv_map` has a little-endian uint32 per cell of `blocks_per_cell` blocks: 0 free, 1 cached, 2 shared, 3 + batch slot of its single
-        owner. A step's `slots` has one character per batch slot: d for decode, p for prefill, r for recomputation, - for no token in this
-        step, a space for a free slot. Steps are recorded for three seconds after a snapshot.
-        """
+    def explain(self, tag: int) -> Timeline | None:
+        """Returns the timeline of a live request or of one of the last 10,000 that ended."""
+    def snapshot(self, now: int, max_waiting: int, max_cells: int) -> CoreSnapshot:
+        """Returns the sequence of each batch slot, at most `max_waiting` of the waiting requests, the state of the KV blocks, and the steps
+        since the last snapshot, if that was less than three seconds ago."""
     def wake_at(self) -> int | None:
         """Returns the time at which `plan`, after it returned None, may plan a step without another call; None for never."""
     def stats(self) -> dict[str, Any]:
-        """Returns counters since the start and the current gauges."""
-    def usage(self) -> dict[str, Any]:
-        """Returns the usage of each tenant and class, under "tenants" and "classes"."""
+        """Returns counters since the start and the current gauges: fields of `chairlift.engine.stats.Stats`."""
+    def usage(self) -> Usage:
+        """Returns the usage of each tenant and class."""
     def journal(self) -> bytes:
         """Returns the records since the last call."""
     def check(self) -> None:
@@ -546,32 +565,119 @@ def take_policy_failure(name: str, for_good: bool = False) -> BaseException | No
     The policy then decides again, unless it is replaced `for_good`.
     """
 
-def settings() -> list[dict[str, Any]]:
+def settings() -> list[dict[str, object]]:
     """Returns the table of a scheduler's settings: dicts with name, doc and default, and with min, max and optional, or with names."""
 
-def replay(journal: bytes) -> dict[str, Any]:
-    """Repeats every recorded call.
+_Settings = dict[str, int | bool | str | None]
+"""Arguments of `Scheduler`."""
 
-    Returns config, calls, truncated, hash, differs_at (the first plan that differs, or None), step_model (microseconds of an empty step, a
-    prompt token, a decoding sequence, a token of context, a pair of tokens of a prompt), and report: the results of the requests in the
-    recorded time, as in `simulate`, with times from the first call. Raises ValueError for an invalid journal.
+@type_check_only
+class Ended(TypedDict):
+    """The requests that ended, in that order. Arrays are bytes of int64."""
+
+    ended: bytes
+    """[N, 38]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens of prompt, cached, of
+    output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, drafted tokens and accepted ones,
+    and the time in each of `states`."""
+    states: list[str]
+    tenant: bytes
+    """[N]: an index in `tenants`. So are the others in those that follow them, -1 for none."""
+    tenants: list[str]
+    session: bytes
+    sessions: list[str]
+    tier: bytes
+    tiers: list[str]
+
+@type_check_only
+class Report(Ended):
+    """The result of a simulation on one scheduler. Times are in microseconds."""
+
+    refused: list[tuple[int, str]]
+    """Tags, and why: a key of `sim.table.REFUSALS`."""
+    steps: int
+    chunks: int
+    """Sequences in steps."""
+    ended_at: int
+    stats: dict[str, Any]
+    """As of `Scheduler.stats`; None in a report of `Shadow`."""
+    gaps: bytes
+    """[n, 2]: microseconds between two tokens, and how often. `step_times` likewise."""
+    step_times: bytes
+    timeline: bytes
+    """[n, 7]: time, sequences in the step and its tokens, running, waiting, blocks held, saturation in thousandths."""
+    service: dict[str, list[int]]
+    """By tenant, the service in each window of `service_window`: 1 per prompt token computed, 2 per output token. Empty in a replay."""
+    service_window: int
+    sums: list[int]
+    """Microseconds with a step; the same times its sequences; the same times the blocks held; the most sequences in a step; the most blocks
+    held."""
+
+@type_check_only
+class WhatIf(TypedDict):
+    """The result of requests under other settings."""
+
+    config: _Settings
+    report: Report
+
+@type_check_only
+class Replay(WhatIf):
+    """The result of recorded calls, with times from the first call."""
+
+    calls: int
+    truncated: bool
+    hash: str
+    differs_at: int | None
+    """The first plan that differs."""
+    step_model: list[float]
+    """Microseconds of an empty step, a prompt token, a decoding sequence, a token of context, a pair of tokens of a prompt."""
+
+@type_check_only
+class Workload(TypedDict):
+    """Arguments of `simulate`. Arrays are bytes of int64."""
+
+    requests: bytes
+    names: bytes
+    name_block: int
+    tenants: list[tuple[str, int]]
+    drafts: bytes
+
+@type_check_only
+class ShadowReport(TypedDict):
+    """What ended under each of the settings. A request has the same tag in all of them."""
+
+    runs: list[Ended]
+    """For the recorded settings, and for each change."""
+    recorded: Ended
+    """What was recorded. Columns that a journal does not record are 0."""
+
+@type_check_only
+class SessionsReport(TypedDict):
+    """The result of a simulation of sessions."""
+
+    engines: list[Report]
+    sessions: bytes
+    """int64 [M, 7] of the replays with a request after the warm-up: the recorded session, when it began and ended, answered requests,
+    microseconds that it takes alone, the longest wait for a first token, and whether it is complete."""
+    context_tokens: int
+    """The mean tokens of all live contexts after the warm-up."""
+
+def replay(journal: bytes) -> Replay:
+    """Repeats every recorded call. Raises ValueError for an invalid journal."""
+
+def what_if(journal: bytes, changes: _Settings) -> WhatIf:
+    """Simulates the recorded requests in virtual time, under the recorded settings with `changes`, except of block_size and journal.
+
+    Steps take the times of the journal's steps. Times count from the first call. Recorded drafts are proposed again. Raises ValueError.
     """
 
-def what_if(journal: bytes, changes: dict[str, Any]) -> dict[str, Any]:
-    """Simulates the recorded requests in virtual time, under the recorded settings with `changes`.
-
-    `changes` are arguments of `Scheduler` except block_size and journal. Steps take the times of the journal's steps. Times count from the
-    first call. Recorded drafts are proposed again. Returns config and report, as in `simulate`. Raises ValueError.
-    """
-
-def journal_settings(journal: bytes) -> dict[str, Any] | None:
+def journal_settings(journal: bytes) -> _Settings | None:
     """Returns the settings of a journal by its first bytes; None if they end within the settings. Raises ValueError for another file."""
 
 @final
 class Shadow:
     """A journal's requests under the recorded settings and under others, in virtual time, while the journal is written."""
 
-    def __new__(cls, journal: bytes, changes: list[dict[str, Any]]) -> Shadow:
+    def __new__(cls, journal: bytes, changes: list[_Settings]) -> Shadow:
         """Takes the journal's first bytes, and the changed settings of each engine, as for `what_if`. Raises ValueError."""
 
     def feed(self, journal: bytes) -> None:
@@ -583,12 +689,8 @@ class Shadow:
     def skip(self) -> None:
         """Leaves out the requests whose outputs are known."""
 
-    def take(self) -> dict[str, Any]:
-        """Returns what ended since the last call: `runs`, a report for the recorded settings and one for each change, as in `simulate`.
-
-        `recorded` has, as such a report, ended, states, and the tenants, sessions and tiers. Columns that a journal does not record are 0.
-        A request has the same tag in all of them.
-        """
+    def take(self) -> ShadowReport:
+        """Returns what ended since the last call."""
 
     @property
     def now(self) -> int:
@@ -598,22 +700,22 @@ class Shadow:
     def counts(self) -> tuple[int, int]:
         """Requests that were simulated, and that were left out."""
 
-def workload(journal: bytes) -> dict[str, Any]:
-    """Returns the recorded requests as the arguments requests, names, name_block, tenants and drafts of `simulate`. Raises ValueError."""
+def workload(journal: bytes) -> Workload:
+    """Returns the recorded requests. Raises ValueError."""
 
 def simulate(
     requests: NDArray[np.int64],
     names: NDArray[np.int64],
     name_block: int,
     tenants: Sequence[tuple[str, int]],
-    settings: dict[str, Any],
+    settings: _Settings,
     step_time: tuple[Sequence[tuple[float, float]], float, float, float],
     *,
     drafts: NDArray[np.int64] | None = None,
     draft_tokens: int = 0,
     replicas: int = 1,
     routing: str = "round-robin",
-) -> list[dict[str, Any]]:
+) -> list[Report]:
     """Simulates requests on `replicas` schedulers in virtual time, in the order of their arrivals. Returns a report for each.
 
     `requests` is int64 [N, 11]: arrival (microseconds); tokens of prompt, tokens of output, and maximum tokens of output; tenant (an index
@@ -623,16 +725,7 @@ def simulate(
     journal. `step_time` is a curve through points (tokens, microseconds) and the additional microseconds per decoding sequence, per token
     of context and per pair of a prompt's tokens. `drafts` are recorded drafts, int64 [M, 5]: index of the request, tokens of prompt and
     output before the draft, tokens, accepted tokens, and source as in a journal. They are proposed again, `draft_tokens` for a sequence and
-    step at most. `routing` is a name of --routing.
-
-    A report has ended (int64 [N, 38]: tag, finish as in `Outputs` or 4 for a missed deadline, arrived, started, first token, ended; tokens
-    of prompt, cached, of output, computed, recomputed; preemptions, swaps, block-microseconds, longest time between two tokens, drafted
-    tokens and accepted ones, and the time in each of `states`), refused (tags, and why: a key of `sim.table.REFUSALS`), steps, chunks (of
-    sequences in steps), ended_at, stats, gaps and step_times (int64 [n, 2]: microseconds and count), timeline (int64 [n, 7]: time,
-    sequences in the step and its tokens, running, waiting, blocks held, saturation in thousandths), tenant, session and tier (int64 [N]:
-    indices in `tenants`, `sessions` and `tiers`, -1 for none), service (by tenant, the service in each window of `service_window`
-    microseconds: 1 per prompt token computed, 2 per output token; empty in a replay), and sums (microseconds with a step; the same times
-    its sequences; the same times the blocks held; the most sequences in a step; the most blocks held). Raises ValueError.
+    step at most. `routing` is a name of --routing. Raises ValueError.
     """
 
 def simulate_models(
@@ -640,12 +733,12 @@ def simulate_models(
     names: NDArray[np.int64],
     name_block: int,
     tenants: Sequence[tuple[str, int]],
-    models: Sequence[tuple[dict[str, Any], tuple[Sequence[tuple[float, float]], float, float, float], int, int | None]],
-) -> list[dict[str, Any]]:
+    models: Sequence[tuple[_Settings, tuple[Sequence[tuple[float, float]], float, float, float], int, int | None]],
+) -> list[Report]:
     """Simulates requests on a scheduler for each model in virtual time; an `Arbiter` chooses whose step is next.
 
     `models` has for each: settings and step time as in `simulate`, the weight, and microseconds that should pass between two of its steps
-    at most. A request's model is an index into it. Returns a report for each model, as in `simulate`. Raises ValueError.
+    at most. A request's model is an index into it. Returns a report for each model. Raises ValueError.
     """
 
 def simulate_sessions(
@@ -655,14 +748,14 @@ def simulate_sessions(
     block: int,
     tenants: Sequence[tuple[str, int]],
     users: tuple[int, int, int, int, int],
-    settings: dict[str, Any],
+    settings: _Settings,
     step_time: tuple[Sequence[tuple[float, float]], float, float, float],
     *,
     replicas: int = 1,
     routing: str = "round-robin",
     read_ns_per_block: int = 0,
     beside: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None,
-) -> dict[str, Any]:
+) -> SessionsReport:
     """Simulates users that run recorded sessions in a closed loop, in virtual time.
 
     `sessions` is int64 [S, 8]: threads, requests, blocks, shared blocks, group, tenant, tier (0 priority, 1 default, 2 flex) and weight of
@@ -672,10 +765,7 @@ def simulate_sessions(
     their number, the longest time between an answer and the next request, the end of the warm-up and of the simulation in microseconds,
     and a seed. `read_ns_per_block` is the time to read a block from a disk that has all contexts; 0 without one. `beside` are requests
     without a session, their names and the tokens of a name, as in `simulate`; they get new tags. The others are those of `simulate`; the
-    weights of `tenants` are those of requests without a session. Returns `engines`, a report of each as in `simulate`; `sessions`, int64
-    [M, 7] of the replays with a request after the warm-up: the recorded session, when it began and ended, answered requests, microseconds
-    that it takes alone, the longest wait for a first token, and whether it is complete; and `context_tokens`, the mean tokens of all live
-    contexts after the warm-up. Raises ValueError.
+    weights of `tenants` are those of requests without a session. Raises ValueError.
     """
 
 def step_times(journal: bytes) -> bytes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from chairlift import _core
     from chairlift.svg import Svg
 
 
@@ -111,9 +112,9 @@ class Timeline:
         return self.plot()
 
     @classmethod
-    def read(cls, core: Mapping[str, Any]) -> Self:
+    def read(cls, core: _core.Timeline) -> Self:
         """Converts a timeline of the core, whose times are in microseconds."""
-        fields = dict(core)
+        fields: dict[str, Any] = {**core}
         for name in ("arrived", "submitted", "started", "first_token", "ended"):
             fields[name] = None if fields[name] is None else fields[name] / 1e6
         fields["block_seconds"] = fields.pop("block_us") / 1e6
@@ -167,7 +168,7 @@ class RequestOutput:
 
     text: str
     token_ids: list[int]
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     finish_reason: str | None = None
     """`stop` (end of sequence, a stop string or a stop token) or `length`; None while the request runs.
 

@@ -46,7 +46,7 @@ class Reader:
         self.task = asyncio.create_task(self._read())
 
     async def _read(self):
-        self.stream = await self._engine.prepare(PROMPT, PARAMS, checked=True)
+        self.stream = await self._engine.prepare_tokens(PROMPT, PARAMS)
         async for _ in self._engine.run(self.stream, request_id=self._name, on_start=self.started.set):
             pass
 

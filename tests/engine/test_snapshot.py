@@ -11,6 +11,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine import frames
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.engine.snapshot import EngineSnapshot, PlannedStep, RunningSequence, WaitingSequence
 from chairlift.engine.stats import Stats
 from chairlift.outputs import Timeline
 
@@ -34,6 +35,8 @@ def test_a_look_has_rows_the_queue_the_blocks_and_the_steps_since_the_last_one(e
     rows = {row["tag"]: row for row in seen["running"]}
     assert rows.keys() == {1, 2}
     first = rows[1]
+    parts = {EngineSnapshot: seen, RunningSequence: first, WaitingSequence: seen["waiting"][0], PlannedStep: seen["steps"][0]}
+    assert [part.keys() for part in parts.values()] == [kind.__required_keys__ for kind in parts]
     assert (first["tenant"], first["priority"], first["state"], first["prompt_tokens"], first["blocks"]) == ("a", 1, "decode", 12, 2)
     assert (first["computed_tokens"], first["output_tokens"]) == (13, 2)
     [waiting] = seen["waiting"]

@@ -107,10 +107,10 @@ def test_what_transformers_writes_of_gemma_by_default_is_read(name, tmp_path):
     # And where its config.json is silent.
     assert ModelConfig.parse({name: getattr(theirs, name) for name in BASE}) == ours
     assert ours.windows == tuple(4096 if kind == "sliding_attention" else None for kind in theirs.layer_types)
-    assert (ours.num_kv_heads, ours.head_dim, ours.attention_scale) == (4, 256, theirs.query_pre_attn_scalar**-0.5)
-    assert (ours.attention_softcap, ours.final_softcap) == (theirs.attn_logit_softcapping, theirs.final_logit_softcapping)
-    assert (ours.activation, ours.embedding_scale, ours.norm_offset) == ("gelu_tanh", theirs.hidden_size**0.5, 1.0)
-    assert (ours.tie_word_embeddings, ours.post_norms, ours.qk_norm) == (True, True, name == "Gemma3")
+    assert (ours.num_kv_heads, ours.head_dim, ours.scales.attention) == (4, 256, theirs.query_pre_attn_scalar**-0.5)
+    assert (ours.scales.scores_cap, ours.scales.logits_cap) == (theirs.attn_logit_softcapping, theirs.final_logit_softcapping)
+    assert (ours.family.activation, ours.scales.embedding, ours.family.norm_offset) == ("gelu_tanh", theirs.hidden_size**0.5, 1.0)
+    assert (ours.tie_word_embeddings, ours.family.post_norms, ours.qk_norm) == (True, True, name == "Gemma3")
     assert (ours.rope.theta, ours.local_rope.theta) == ((1e6, 1e4) if name == "Gemma3" else (1e4, 1e4))
 
 
@@ -126,7 +126,7 @@ def test_what_transformers_writes_of_others_by_default_is_read(name, tmp_path):
     assert (ours.rms_norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert ours.rope == RopeConfig(dim=ours.head_dim, theta=theirs.rope_parameters["rope_theta"])
     assert ours.uses_rope == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 8)))
-    assert ours.attention_scale == (1.0 if name == "Granite" else ours.head_dim**-0.5)
+    assert ours.scales.attention == (1.0 if name == "Granite" else ours.head_dim**-0.5)
     assert not ours.only_in_rust
 
 
@@ -137,8 +137,8 @@ def granite4(**changes: object) -> ModelConfig:
 
 def test_granite_4_is_read_with_and_without_state_spaces():
     config = granite4(position_embedding_type="rope", logits_scaling=8, residual_multiplier=0.22, embedding_multiplier=12)
-    assert (config.intermediate_size, config.uses_rope, config.attention_scale) == (72, (True,) * 3, 1.0)
-    assert (config.logits_scale, config.residual_scale, config.embedding_scale) == (0.125, 0.22, 12.0)
+    assert (config.intermediate_size, config.uses_rope, config.scales.attention) == (72, (True,) * 3, 1.0)
+    assert (config.scales.logits, config.scales.residual, config.scales.embedding) == (0.125, 0.22, 12.0)
     assert granite4().uses_rope == (False,) * 3
     assert granite4().recurrence is None
     space = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 2, "layer_types": ["mamba", "attention", "linear_attention"]}
@@ -300,14 +300,14 @@ def test_heads_of_qwen_3_with_experts_have_the_usual_size_if_none_is_named(name)
 )
 def test_gemma_1_names_its_activation_in_the_ways_of_its_published_files(changes, ours):
     with contextlib.nullcontext() if ours else pytest.raises(NoNativeModel, match="has no code of ours"):
-        assert parse(architectures=["GemmaForCausalLM"], num_key_value_heads=4, **changes).activation == "gelu_tanh"
+        assert parse(architectures=["GemmaForCausalLM"], num_key_value_heads=4, **changes).family.activation == "gelu_tanh"
 
 
 def test_gemma_3_has_no_softcap_of_scores_even_if_its_config_names_one():
     named = {"num_key_value_heads": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
     for name, cap in (("Gemma2", 5.0), ("Gemma3", None)):
         config = parse(architectures=[f"{name}ForCausalLM"], **named)
-        assert (config.attention_softcap, config.final_softcap, config.unread) == (cap, 3.0, ())
+        assert (config.scales.scores_cap, config.scales.logits_cap, config.unread) == (cap, 3.0, ())
 
 
 def test_models_that_only_the_kernels_for_cpus_know_are_transformers_elsewhere(tmp_path):

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -120,9 +119,9 @@ class Figures:
         """The share of all requests, including failed ones, that met the targets."""
         return None if self.good is None or not self.requests else self.good / self.requests
 
-    def to_json(self, percentiles: Sequence[float] = (50, 90, 95, 99)) -> dict[str, Any]:
+    def to_json(self, percentiles: Sequence[float] = (50, 90, 95, 99)) -> dict[str, object]:
         """The figures as JSON, with the names of vLLM's result files where it has them."""
-        plain: dict[str, Any] = {
+        plain: dict[str, object] = {
             "duration": self.duration,
             "completed": self.completed,
             "failed": self.failed,

@@ -66,7 +66,7 @@ class Record:
         """Seconds by which the client sent it late, without the wait for the concurrency limit."""
         return self.sent - max(self.due, self.admitted)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain data, with times in microsecond precision."""
         plain = asdict(self)
         for name in ("due", "admitted", "sent", "end"):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from chairlift.bench.client import Target, send_request
 from chairlift.bench.http import Http
@@ -54,7 +53,7 @@ class SessionRecord:
         tokens = sum(record.prompt_tokens for record in known)
         return sum(record.cached_tokens or 0 for record in known) / tokens if tokens else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain data for the result file."""
         return {
             "session": self.session,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from chairlift.bench.figures import Figures
 from chairlift.bench.record import Run
@@ -28,7 +27,7 @@ class Point:
     meets: bool | None
     """Whether enough requests met the targets; None without targets."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values."""
         return {"load": self.load, "meets": self.meets, "notes": self.run.notes, **self.figures.to_json()}
 

@@ -128,7 +128,7 @@ def _changed(config: Mapping[str, Any], changes: Mapping[str, Sequence[Any]]) ->
     return "Changed: " + "; ".join(f"{name} {format_value(before[name])} → {values}" for name, values in shown.items())
 
 
-def _document(file: str, replay: Replay, runs: Mapping[str, Result]) -> dict[str, Any]:
+def _document(file: str, replay: Replay, runs: Mapping[str, Result]) -> dict[str, object]:
     """The replay and its runs as JSON, with each run's scheduler settings and counters."""
     return {
         "file": file,

@@ -211,7 +211,7 @@ def _summary(result: Result, basis: str) -> str:
     )
 
 
-def _cost(result: Result) -> dict[str, Any]:
+def _cost(result: Result) -> dict[str, object]:
     """The simulation's wall time and decisions, and each replica's share of the load."""
     return {
         "replicas": [{"requests": len(one.requests), "tokens": one.stats["generated_tokens"]} for one in result.replicas],

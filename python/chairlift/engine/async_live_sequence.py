@@ -100,7 +100,7 @@ class AsyncLiveSequence(HeldSequence):
         """Like `generate`, in increments. If the iterator is closed early, the sequence stays as it was."""
         with self.generating() as prompt:
             params, scheduling = self._params(params), self.own_scheduling(scheduling)
-            stream = await self._engine.prepare(prompt.tolist(), params, scheduling, sequence=self, checked=True)
+            stream = await self._engine.prepare_tokens(prompt.tolist(), params, scheduling, sequence=self)
             async with aclosing(self._engine.run(stream)) as outputs:
                 async for output in outputs:
                     yield output
@@ -120,6 +120,6 @@ class AsyncLiveSequence(HeldSequence):
         return self.params(self._engine.default_params() if given is None else given)
 
     async def _run(self, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling) -> RequestOutput:
-        stream = await self._engine.prepare(prompt, params, scheduling, sequence=self, whole=True, checked=True)
+        stream = await self._engine.prepare_tokens(prompt, params, scheduling, sequence=self, whole=True)
         (output,) = await self._engine.collect(stream)
         return output

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from chairlift.engine.detokenizer import TextStream
 from chairlift.engine.engine_request import ResumedChoice, pack_tokens
@@ -15,6 +15,7 @@ from chairlift.outputs import RequestOutput, Timeline, Timing, TokenLogprobs
 from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from chairlift import _core
     from chairlift.tokenizer import Tokenizer
 
 STOP, ERROR, DEADLINE = 1, 3, 4
@@ -32,7 +33,7 @@ class Choice:
         self,
         tokenizer: Tokenizer,
         index: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         arrived: float,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
@@ -132,7 +133,7 @@ class Choice:
         if self._started is None:
             self._started = time.monotonic()
 
-    def end(self, timeline: Mapping[str, Any]) -> bool:
+    def end(self, timeline: _core.Timeline) -> bool:
         """Records the timeline of the ended sequence; True if it missed its deadline, which has no other message."""
         self._timeline = Timeline.read(timeline)
         if missed := self._timeline.finish == "deadline":

@@ -45,6 +45,7 @@ from chairlift.engine.frames import (
     UnloadAdapter,
 )
 from chairlift.engine.questions import Questions, Remembered
+from chairlift.engine.snapshot import EngineSnapshot
 from chairlift.engine.stats import Stats
 from chairlift.errors import ChairliftError, EngineClosed, EngineDead, InvalidRequest, RequestMoved
 from chairlift.outputs import RequestOutput, Timeline
@@ -265,11 +266,11 @@ class AsyncEngine(EngineClient):
             timelines += await self._ask(partial(Explain, tags=list(tags[start : start + EXPLAINED_AT_ONCE])))
         return timelines
 
-    async def take_snapshot(self) -> dict[str, Any]:
-        """The engine's state (see `Engine.snapshot`), with `names`: (tag, request id) of its requests."""
-        snapshot: dict[str, Any] = await self._ask(SnapshotRequest)
+    async def take_snapshot(self) -> EngineSnapshot:
+        """The state of the engine, with the ids of its requests."""
+        snapshot: EngineSnapshot = await self._ask(SnapshotRequest)
         streams = {one["tag"]: self._streams.get(one["tag"]) for one in [*snapshot["running"], *snapshot["waiting"]]}
-        return snapshot | {"names": [(tag, stream.request_id) for tag, stream in streams.items() if stream is not None]}
+        return {**snapshot, "names": [(tag, stream.request_id) for tag, stream in streams.items() if stream is not None]}
 
     async def ended(self) -> None:
         """Waits until the engine has ended, by `close` or by itself."""

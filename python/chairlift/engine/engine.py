@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.mask_time import MaskTime
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences, check_grammar
+from chairlift.engine.snapshot import EngineSnapshot
 from chairlift.engine.stats import Stats
 from chairlift.engine.steps import Step, Steps, logprobs_of
 from chairlift.errors import InvalidRequest, InvalidSetting
@@ -79,7 +80,7 @@ class Engine:
             self._scheduler.record_cache_changes()
         self._eos = sorted(eos)
         self._adapters = Adapters(config, runner)
-        self._mask_time = MaskTime(**_weights(config))
+        self._mask_time = MaskTime(*_weights(config))
         self._sequences = Sequences(config.seed, self._scheduler, runner, self._eos, self._adapters, self._mask_time)
         self._energy = EnergyAccount(open_meter(config.energy_meter, config.tensor_parallel_size), self._scheduler)
         self._steps = Steps(config, self._scheduler, runner, self._sequences, self._energy)
@@ -315,7 +316,7 @@ class Engine:
         now = clock.now()
         expired = self._expire(now)
         started: list[tuple[int, int, int, int]] = []
-        starved: list[Mapping[str, Any]] = []
+        starved: list[_core.Timeline] = []
         try:
             step, self._in_flight = self._in_flight, None
             if step is None:
@@ -370,26 +371,21 @@ class Engine:
         at = self._scheduler.wake_at()
         return None if at is None else max(0, at - clock.now()) / 1e6
 
-    def explain(self, tag: int) -> dict[str, Any] | None:
+    def explain(self, tag: int) -> _core.Timeline | None:
         """The timeline of a sequence; None if it is unknown or ended too long ago."""
         return self._scheduler.explain(tag)
 
-    def snapshot(self) -> dict[str, Any]:
-        """The running and waiting requests, the KV map and the steps since the last snapshot (see `Scheduler.snapshot`).
-
-        `stats` are the fields of `Stats` at the same time, without `tenants` and `classes`.
-        """
+    def snapshot(self) -> EngineSnapshot:
+        """The running and waiting requests, the KV map and the steps since the last snapshot."""
         seen = self._scheduler.snapshot(clock.now(), SNAPSHOT_WAITING, SNAPSHOT_CELLS)
-        stats = self.stats().pack()
-        del stats["tenants"], stats["classes"]
-        return seen | {"now_us": clock.now(), "stats": stats}
+        return {**seen, "now_us": clock.now(), "stats": self.stats().counters(), "names": []}
 
     def stats(self) -> Stats:
         """The counters and gauges, without those of tenants and classes (see `usage`)."""
         disk = self._disk_cache.stats() if self._disk_cache else {}
         return Stats(**{**self._scheduler.stats(), **disk}, steps_short_of_memory=self._steps.short_of_memory)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> _core.Usage:
         """The usage of each tenant and class: the fields `tenants` and `classes` of `Stats`."""
         return self._scheduler.usage()
 
@@ -415,7 +411,7 @@ class Engine:
         if self._disk_cache is not None:
             self._disk_cache.save(seconds)
 
-    def _expire(self, now: int) -> list[dict[str, Any]]:
+    def _expire(self, now: int) -> list[_core.Timeline]:
         """Ends the requests that missed their deadlines and returns their timelines."""
         expired = self._scheduler.expire(now)
         for timeline in expired:
@@ -476,12 +472,18 @@ def _build_scheduler(config: EngineConfig, runner: Runner, eos: list[int], hash_
         experts_used=experts_used,
         **({} if runner.generates else {"enable_prefix_caching": False}),
     )
-    # Where a device overlaps steps, the last token is not known yet when the next step is planned.
-    drafts: dict[str, Any] = {}
-    if not runner.overlaps:
-        drafts = {"draft_tokens": config.num_speculative_tokens, "draft_corpus_tokens": config.draft_corpus_tokens}
-    key = int.from_bytes(hash_key)
-    return _core.Scheduler(**settings, **drafts, **_weights(config), end_tokens=eos, journal=config.journal is not None, hash_key=key)
+    tenant_weights, tier_weights = _weights(config)
+    return _core.Scheduler(
+        **settings,
+        # Where a device overlaps steps, the last token is not known yet when the next step is planned.
+        draft_tokens=0 if runner.overlaps else config.num_speculative_tokens,
+        draft_corpus_tokens=0 if runner.overlaps else config.draft_corpus_tokens,
+        tenant_weights=tenant_weights,
+        tier_weights=tier_weights,
+        end_tokens=eos,
+        journal=config.journal is not None,
+        hash_key=int.from_bytes(hash_key),
+    )
 
 
 def _state_tokens(config: EngineConfig, runner: Runner) -> int:
@@ -491,6 +493,6 @@ def _state_tokens(config: EngineConfig, runner: Runner) -> int:
     return -(-runner.model_config.state_bytes * config.block_size * runner.num_kv_blocks // runner.kv_cache_bytes)
 
 
-def _weights(config: EngineConfig) -> dict[str, Any]:
+def _weights(config: EngineConfig) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """The factors of tenants' shares, by tenant and by tier."""
-    return {"tenant_weights": config.tenant_weights or {}, "tier_weights": {**TIER_WEIGHTS, **(config.tier_weights or {})}}
+    return config.tenant_weights or {}, {**TIER_WEIGHTS, **(config.tier_weights or {})}

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import asyncio
     import socket
 
+    from chairlift import _core
     from chairlift.engine.seal import Seal
+    from chairlift.engine.snapshot import EngineSnapshot
 
 MAX_FRAME = 64 * 2**20
 """Most bytes of a frame: a prompt of sixteen million tokens. A longer frame is an error."""
@@ -231,10 +233,10 @@ class StepOutputs(Frame):
     finishes: bytes = b""
     logprobs: bytes = b""
     started: Sequence[Sequence[int]] = ()
-    ended: Sequence[Mapping[str, Any]] = ()
+    ended: Sequence[_core.Timeline] = ()
     stats: dict[str, Any] = field(default_factory=dict)
     details: Mapping[int, bytes] = field(default_factory=dict)
-    prompts: Sequence[Sequence[Any]] = field(default_factory=list)
+    prompts: Sequence[tuple[int, bytes]] = field(default_factory=list)
     starved: Sequence[int] = field(default_factory=list)
     cached: bytes = b""
     dropped: bytes = b""
@@ -263,7 +265,7 @@ class Explained(Frame):
     """From the engine: the timelines of the requested sequences that it remembers."""
 
     ask: int
-    timelines: list[dict[str, Any]]
+    timelines: list[_core.Timeline]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +295,7 @@ class Snapshot(Frame):
     """From the engine: the result of `Engine.snapshot`."""
 
     ask: int
-    snapshot: dict[str, Any]
+    snapshot: EngineSnapshot
 
 
 @dataclass(frozen=True, slots=True)

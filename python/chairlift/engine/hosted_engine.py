@@ -215,8 +215,7 @@ class Counters:
         if idle or now >= self._stats_due:
             self._stats_due = now + STATS_SECONDS
             stats = self._engine.stats()
-            news |= stats.pack()
-            del news["tenants"], news["classes"]
+            news |= stats.counters()
             self.cooling = stats.saturation > 0
         if idle or now >= self._usage_due:
             self._usage_due = now + USAGE_SECONDS

@@ -76,7 +76,7 @@ class JoinedProcess:
                 return replace(frame, ended=moved) if isinstance(frame, StepOutputs) else replace(frame, timelines=moved)
         return frame
 
-    def _moved(self, timelines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _moved(self, timelines: Iterable[Mapping[str, Any]]) -> list[Any]:
         return [{**one, **{name: one[name] - self._clock_ahead for name in _TIMES if one.get(name) is not None}} for one in timelines]
 
 

@@ -183,7 +183,7 @@ class LocalEngine(EngineClient):
         """Leaves the seed to the engine, because no other engine goes on with the request."""
         return params
 
-    def _stream(self, prompt_token_ids: list[int], params: SamplingParams, scheduling: Scheduling, **rest: Any) -> Stream:
+    def _stream(self, prompt_token_ids: Sequence[int], params: SamplingParams, scheduling: Scheduling, **rest: Any) -> Stream:
         stream = _Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, **rest)
         stream.delivering = self._delivering
         return stream

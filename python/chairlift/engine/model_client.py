@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.arguments import Prompt, sampling, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
@@ -106,18 +106,29 @@ class ModelClient(ABC):
         scheduling: Scheduling | None = None,
         *,
         arrived: float | None = None,
+        whole: bool = False,
+    ) -> Stream:
+        """Makes a request of a prompt, for `run`. `whole` is as in `prepare_tokens`. Raises InvalidRequest."""
+        self.check_ready()
+        return await self.prepare_tokens(await self.tokens(prompt), params, scheduling, arrived=arrived, whole=whole)
+
+    async def prepare_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
+        *,
+        arrived: float | None = None,
         sequence: HeldSequence | None = None,
         whole: bool = False,
-        checked: bool = False,
     ) -> Stream:
-        """Makes a request of a prompt, for `run`. `arrived` is when its first byte was read, on the monotonic clock; now by default.
+        """Makes a request of token ids that `check_tokens` has accepted, or that are the tokenizer's. They must not change.
 
-        A prompt that is `checked` is a list of token ids that `check_tokens` has accepted, or that are the tokenizer's. A request that
-        continues `sequence` must run while that is `generating` or `computing`. With `whole` and without stop strings, there is one
-        increment for each choice. Raises InvalidRequest.
+        `arrived` is when its first byte was read, on the monotonic clock; now by default. A request that continues `sequence` must run
+        while that is `generating` or `computing`. With `whole` and without stop strings, there is one increment for each choice. Raises
+        InvalidRequest.
         """
         self.check_ready()
-        prompt_token_ids = cast("list[int]", prompt) if checked else await self.tokens(prompt)
         params = self.default_params() if params is None else params
         _check_kind("params", params, SamplingParams)
         scheduling = Scheduling() if scheduling is None else scheduling
@@ -186,7 +197,7 @@ class ModelClient(ABC):
         seed = next(self._seeds)
         return params if params.seed is not None else replace(params, seed=hash((self.config.seed, seed)))
 
-    def _stream(self, prompt_token_ids: list[int], params: SamplingParams, scheduling: Scheduling, **rest: Any) -> Stream:
+    def _stream(self, prompt_token_ids: Sequence[int], params: SamplingParams, scheduling: Scheduling, **rest: Any) -> Stream:
         return Stream(self.tokenizer, next(self._tags), prompt_token_ids, params, scheduling, **rest)
 
 

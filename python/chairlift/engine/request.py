@@ -35,7 +35,7 @@ class Request:
         self,
         tokenizer: Tokenizer,
         tag: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         scheduling: Scheduling | None = None,
         *,

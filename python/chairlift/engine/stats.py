@@ -117,6 +117,10 @@ class Stats:
         """The fields as plain data."""
         return asdict(self)
 
+    def counters(self) -> dict[str, Any]:
+        """The fields as plain data, without `tenants` and `classes`."""
+        return {name: value for name, value in self.pack().items() if name not in ("tenants", "classes")}
+
 
 COUNTERS = tuple((item.metadata["metric"], item.name, item.metadata["help"]) for item in fields(Stats) if item.metadata)
 """The counters that /metrics has under a name of their own: name, field, help."""

@@ -118,7 +118,7 @@ class Steps:
         owners = [(self._sequences.get(int(self._slot_tags[slot])), tokens) for slot, tokens in self._runner.forced_tokens()]
         return [(request.seq, tokens) for request, tokens in owners if request is not None]
 
-    def sample(self, step: Step, starved: list[Mapping[str, Any]]) -> None:
+    def sample(self, step: Step, starved: list[_core.Timeline]) -> None:
         """Starts sampling a step, or splits it if the device lacks memory. All earlier steps must be committed.
 
         Adds the timelines of sequences that fail for lack of memory to `starved`.

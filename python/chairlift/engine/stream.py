@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from chairlift.engine.engine_request import EngineRequest
@@ -34,7 +34,7 @@ class Stream(Request):
         self,
         tokenizer: Tokenizer,
         tag: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         scheduling: Scheduling | None = None,
         *,

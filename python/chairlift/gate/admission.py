@@ -143,7 +143,7 @@ class _Admission:
         registry = self._service.registry
         registry.add(self._scheduling.tenant, self._context.request_id, self._id, 1)
         registry.remove_preparing(self._scheduling.tenant, self._context)
-        return await self._model.engine.prepare(tokens, params, self._scheduling, arrived=self._context.arrived, checked=True)
+        return await self._model.engine.prepare_tokens(tokens, params, self._scheduling, arrived=self._context.arrived)
 
     def refused_if_long(self, stream: Stream) -> contextlib.AbstractAsyncContextManager[None]:
         """Within the block the request is refused if it would wait longer for its session's turn than its client wants."""

@@ -129,7 +129,7 @@ class Gate:
         upstream.drained = drained
         self._choose_usable()
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[dict[str, object]]:
         """The upstreams, for the operator: address, whether drained, whether ready, and the sequences that run or wait there."""
         replicas = self._model.engine.replicas
         return [

@@ -99,7 +99,7 @@ class Block(ABC):
 
     def __init__(self, weights: LayerWeights) -> None:
         """Keeps nothing of `weights`, which may hold a whole checkpoint."""
-        self._group, self._residual_scale = weights.group, weights.config.residual_scale
+        self._group, self._residual_scale = weights.group, weights.config.scales.residual
 
     @property
     def rounds(self) -> bool:
@@ -127,28 +127,28 @@ class Attention(Block):
     def __init__(self, weights: LayerWeights, cache_index: int, scales: Scales | None) -> None:
         """`cache_index` is the layer's index among those that have keys and values, `scales` are those of 8-bit keys and values."""
         super().__init__(weights)
-        config, index, names = weights.config, weights.index, weights.config.projections
+        config, index, names = weights.config, weights.index, weights.config.family.projections
         self._cache_index, self.scales = cache_index, scales
-        self._eps, self._dim, self._gated = config.rms_norm_eps, config.head_dim, config.gated_attention
-        self._window, self._scale, self._softcap = config.windows[index], config.attention_scale, config.attention_softcap
+        self._eps, self._dim, self._gated = config.rms_norm_eps, config.head_dim, config.family.gated_attention
+        self._window, self._scale, self._softcap = config.windows[index], config.scales.attention, config.scales.scores_cap
         self.rope = None if not config.uses_rope[index] else config.rope if self._window is None else config.local_rope
         """None in a layer without rotary positions."""
         queries, kv = config.num_heads * self._dim, config.num_kv_heads * self._dim
         self._heads = config.num_heads + 2 * config.num_kv_heads
-        self.norm = weights.norm(config.norms.attention)
+        self.norm = weights.norm(config.family.norms.attention)
         projected = (queries * (2 if self._gated else 1), kv, kv)
         self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config, self.norm.device))
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
         # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
-        self.post_norm = weights.norm("post_attention_layernorm") if config.post_norms else None
+        self.post_norm = weights.norm("post_attention_layernorm") if config.family.post_norms else None
         self._head_norms = self._whole_norms = None
-        if config.whole_norms:
-            self._whole_norms = weights.norm(config.norms.query, queries), weights.norm(config.norms.key, kv)
+        if config.family.whole_norms:
+            self._whole_norms = weights.norm(config.family.norms.query, queries), weights.norm(config.family.norms.key, kv)
         elif config.qk_norm:
             head = torch.tensor(_spread_head(config), device=self.norm.device)
-            query, key = (weights.norm(name, self._dim) for name in (config.norms.query, config.norms.key))
+            query, key = (weights.norm(name, self._dim) for name in (config.family.norms.query, config.family.norms.key))
             self._head_norms = query[head], key[head]
-        self._sinks = weights.source.floats(f"{weights.prefix}self_attn.sinks", config.num_heads) if config.sinks else None
+        self._sinks = weights.source.floats(f"{weights.prefix}self_attn.sinks", config.num_heads) if config.family.sinks else None
 
     @property
     def rounds(self) -> bool:
@@ -190,12 +190,12 @@ class Mlp(Block):
 
     def __init__(self, weights: LayerWeights) -> None:
         super().__init__(weights)
-        config, names = weights.config, weights.config.projections
-        self._activation = config.activation
+        config, names = weights.config, weights.config.family.projections
+        self._activation = config.family.activation
         self.norm = mlp_norm(weights)
         self.gate_up = weights.gate_up(names, config.intermediate_size, config.mlp_bias)
         self.down = weights.merged((names.down,), (config.hidden_size,), config.intermediate_size, config.mlp_bias)
-        self.post_norm = weights.norm("post_feedforward_layernorm") if config.post_norms else None
+        self.post_norm = weights.norm("post_feedforward_layernorm") if config.family.post_norms else None
 
     @property
     def rounds(self) -> bool:
@@ -211,13 +211,13 @@ class Mlp(Block):
 
 def mlp_norm(weights: LayerWeights) -> torch.Tensor:
     """The weight of the norm before a layer's MLP or experts."""
-    return weights.norm("pre_feedforward_layernorm" if weights.config.post_norms else weights.config.norms.mlp)
+    return weights.norm("pre_feedforward_layernorm" if weights.config.family.post_norms else weights.config.family.norms.mlp)
 
 
 def norm_weight(config: ModelConfig, source: WeightSource, name: str, size: int | None = None) -> torch.Tensor:
     """The weight of a norm. With an offset (Gemma) the sum is kept in fp32, because it needs more digits than the checkpoint's weight."""
     weight = source.take(name, size or config.hidden_size)
-    return weight.float() + config.norm_offset if config.norm_offset else weight
+    return weight.float() + config.family.norm_offset if config.family.norm_offset else weight
 
 
 def _spread_head(config: ModelConfig) -> list[int]:
@@ -232,13 +232,13 @@ def _order(config: ModelConfig, device: torch.device) -> torch.Tensor | None:
     In the checkpoint the rows of the query and of the gate of one head follow each other. Queries and keys have equal orders, which change
     no product.
     """
-    if config.rope.dim == config.head_dim and not config.gated_attention:
+    if config.rope.dim == config.head_dim and not config.family.gated_attention:
         return None
     dim, head = config.head_dim, _spread_head(config)
-    pitch = dim * (2 if config.gated_attention else 1)
+    pitch = dim * (2 if config.family.gated_attention else 1)
     queries, keys = config.num_heads * pitch, config.num_kv_heads * dim
     starts = [*range(0, queries, pitch), *range(queries, queries + keys, dim)]
-    gates = [at for start in range(dim, queries, pitch) for at in range(start, start + dim)] if config.gated_attention else []
+    gates = [at for start in range(dim, queries, pitch) for at in range(start, start + dim)] if config.family.gated_attention else []
     rows = [*(start + at for start in starts for at in head), *range(queries + keys, queries + 2 * keys), *gates]
     return torch.tensor(rows, device=device)
 

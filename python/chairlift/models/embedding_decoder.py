@@ -48,22 +48,22 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
         "recurrent layers": model.recurrence,
         "attention to latents": model.latent,
         "layers with different heads": model.variants,
-        "attention sinks": model.sinks,
-        "gated attention": model.gated_attention,
+        "attention sinks": model.family.sinks,
+        "gated attention": model.family.gated_attention,
         "queries that grow with their position": model.temperature,
-        "capped attention scores": model.attention_softcap,
+        "capped attention scores": model.scales.scores_cap,
         "layers without rotary positions": not all(model.uses_rope),
         "scaled or partial rotations": any(rope.scale != 1 or rope.dim != model.head_dim for rope in ropes),
-        "multipliers": model.residual_scale != 1 or model.embedding_scale not in (1, model.hidden_size**0.5),
-        "norms of all heads together": model.whole_norms,
-        "norms of other names": model.norms != Norms(),
-        "fused projections": len(model.projections.gate_up) != 2,
+        "multipliers": model.scales.residual != 1 or model.scales.embedding not in (1, model.hidden_size**0.5),
+        "norms of all heads together": model.family.whole_norms,
+        "norms of other names": model.family.norms != Norms(),
+        "fused projections": len(model.family.projections.gate_up) != 2,
         "biases of attention's output and of MLPs": model.output_bias or model.mlp_bias,
         "quantised weights": model.scheme or described_beside(directory),
     }
     if found := [what for what, present in lacking.items() if present]:
         raise UnsupportedModel(f"{names[0]} computes embeddings of whole texts here, and there is no code for that with {found[0]}")
-    post = model.post_norms
+    post = model.family.post_norms
     return model, EncoderArchitecture(
         name=names[0],
         model_type=str(raw.get("model_type")),
@@ -74,19 +74,19 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
         embedding_norm=None,
         final_norm="norm",
         layer="layers.{}.",
-        qkv=model.projections.qkv,
-        output=model.projections.output,
-        up=model.projections.gate_up,
-        down=model.projections.down,
+        qkv=model.family.projections.qkv,
+        output=model.family.projections.output,
+        up=model.family.projections.gate_up,
+        down=model.family.projections.down,
         input_norms=("input_layernorm", "pre_feedforward_layernorm" if post else "post_attention_layernorm"),
         output_norms=("post_attention_layernorm", "post_feedforward_layernorm") if post else None,
         sum_norms=None,
         qk_norms=("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else None,
         biases=False,
         rms=True,
-        norm_offset=model.norm_offset,
-        gate=model.activation,
-        scaled_embeddings=model.embedding_scale != 1,
+        norm_offset=model.family.norm_offset,
+        gate=model.family.activation,
+        scaled_embeddings=model.scales.embedding != 1,
     )
 
 

@@ -167,7 +167,7 @@ class EncoderConfig(ModelShape):
             norm_eps=model.rms_norm_eps,
             rope=model.rope,
             local_rope=model.local_rope,
-            attention_scale=model.attention_scale,
+            attention_scale=model.scales.attention,
             windows=windows,
             causal=causal,
             qkv_bias=model.qkv_bias,

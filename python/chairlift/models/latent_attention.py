@@ -26,7 +26,7 @@ class LatentAttention(Block):
         self._latent, self._cache_index = latent, cache_index
         self.scales = None if scales is None else (scales[0], scales[0])
         self.rope = config.rope
-        self.norm = weights.norm(config.norms.attention)
+        self.norm = weights.norm(config.family.norms.attention)
         heads = [head * latent.query + at for head in range(latent.heads) for at in _halves(latent.plain, latent)]
         made, down = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", latent.queries)
         rows = list(range(down)) if latent.query_rank else heads
@@ -42,7 +42,7 @@ class LatentAttention(Block):
             )
         self._latent_norm = weights.norm("self_attn.kv_a_layernorm", latent.rank)
         self._key_up, self._value_up = _keys_and_values(weights, latent)
-        self.output = weights.merged((config.projections.output,), (config.hidden_size,), latent.heads * latent.value)
+        self.output = weights.merged((config.family.projections.output,), (config.hidden_size,), latent.heads * latent.value)
 
     @property
     def rounds(self) -> bool:

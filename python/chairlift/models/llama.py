@@ -62,21 +62,21 @@ class Llama:
         if config.only_in_rust:
             raise UnsupportedModel(f"only the CPU kernels support {config.architecture}")
         self.group = group
-        self.eps, self.softcap = config.rms_norm_eps, config.final_softcap
+        self.eps, self.softcap = config.rms_norm_eps, config.scales.logits_cap
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = weights.take(f"{config.embedding}.weight", *shape)
         # Rounded to the embeddings' dtype, as in training.
-        self.scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
+        self.scale = torch.tensor(config.scales.embedding, dtype=self.embedding.dtype).item()
         given = (weights, self.embedding.dtype, group, quantization, rounds_activations)
         self.layers = [_layer(LayerWeights(config, index, *given)) for index in range(config.num_layers)]
-        self.norm = norm_weight(config, weights, f"{config.norms.last}.weight")
+        self.norm = norm_weight(config, weights, f"{config.family.norms.last}.weight")
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         device = self.embedding.device
         longest = longest or config.max_position_embeddings
         ropes = {layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, Attention | LatentAttention)}
         rotated = config.latent.rotated if config.latent else config.head_dim
         self.rotations = {rope: _rotation(rope, rotated, longest, device) for rope in ropes}
-        self.temperature, self.logits_scale = config.temperature, config.logits_scale
+        self.temperature, self.logits_scale = config.temperature, config.scales.logits
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Runs a batch over each layer's cache; returns hidden states [T, hidden]."""

@@ -22,7 +22,7 @@ class Mixture(Block):
         """Reads the experts. Their quantised matrices are kept on a CUDA device, and multiplied out elsewhere. Raises UnsupportedModel."""
         super().__init__(weights)
         config, names, source = weights.config, experts.names, weights.source
-        self._activation, self._count = config.activation, experts.count
+        self._activation, self._count = config.family.activation, experts.count
         self.norm = mlp_norm(weights)
         self._gated = names.shared_gate is not None
         router = {f"{weights.prefix}{name}.weight": size for name, size in experts.router_rows.items()}
@@ -46,7 +46,7 @@ class Mixture(Block):
             gate_up=reader.gate_up(),
             down=reader.down(),
             biases=reader.biases() if names.biases else None,
-            activation=config.activation,
+            activation=config.family.activation,
             clamp=experts.clamp,
         )
         self._shared: tuple[Linear, Linear] | None = None

@@ -22,7 +22,7 @@ class Recurrent(Block):
         super().__init__(weights)
         config, prefix = weights.config, weights.prefix + layers.names.prefix
         self._state_index = sum(layers.layers[: weights.index])
-        self.norm = weights.norm(config.norms.attention)
+        self.norm = weights.norm(config.family.norms.attention)
         kind, source = layers.names.kind, weights.source
         if kind is RecurrentKind.DELTA:
             self._projection = Linear(_delta_projection(weights, layers, self.norm.device))

@@ -63,7 +63,7 @@ def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
 
 def _refusal(model: ModelConfig, layer: int, module: str) -> str:
     """Why a layer's module cannot have an update, or ""."""
-    name, names = model.architecture, model.projections
+    name, names = model.architecture, model.family.projections
     if module in ATTENTION:
         recurrent = model.recurrence is not None and model.recurrence.layers[layer]
         if recurrent or not model.attention[layer]:
@@ -88,7 +88,7 @@ def _shape(model: ModelConfig, layer: int, module: str) -> tuple[int, int]:
     queries = model.num_heads * model.head_dim
     return {
         # The gates of attention are outputs of the projection of queries.
-        "q_proj": (2 * queries if model.gated_attention else queries, hidden),
+        "q_proj": (2 * queries if model.family.gated_attention else queries, hidden),
         **{"k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, queries)},
         **{"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)},
         **{"qkv_proj": (queries + 2 * kv, hidden), "gate_up_proj": (2 * inner, hidden)},

@@ -44,9 +44,9 @@ class CpuAdapters(SlotAdapters):
             blocks.append(([], []))
         elif model.attention[layer]:
             queries, gates = updates("q_proj"), list[Update | None]()
-            if model.gated_attention:
+            if model.family.gated_attention:
                 queries, gates = _by_head(changes.get((layer, "q_proj")), model.num_heads)
-            whole = [*queries, *updates("k_proj", "v_proj"), *gates] if len(model.projections.qkv) > 1 else updates("qkv_proj")
+            whole = [*queries, *updates("k_proj", "v_proj"), *gates] if len(model.family.projections.qkv) > 1 else updates("qkv_proj")
             blocks.append((whole, updates("o_proj")))
         if model.feeds[layer]:
             parts = updates(*(("gate_proj", "up_proj") if model.gated else ("up_proj",)))

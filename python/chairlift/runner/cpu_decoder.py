@@ -47,7 +47,7 @@ class _Builder:
             return _core.Decoder(
                 blocks,
                 # The head is linear, so the norm's weight can include the factor of the logits.
-                norm=self.norm(model.norms.last) * np.float32(model.logits_scale),
+                norm=self.norm(model.family.norms.last) * np.float32(model.scales.logits),
                 head=head,
                 embedding=None if tied else embedding,
                 layer_embeddings=layer_embeddings,
@@ -57,8 +57,8 @@ class _Builder:
                 rms_norm_eps=model.rms_norm_eps,
                 ropes=[(rope.frequencies(self.longest), rope.scale) for rope in self.ropes],
                 threads=self.threads,
-                embedding_scale=model.embedding_scale,
-                final_softcap=model.final_softcap,
+                embedding_scale=model.scales.embedding,
+                final_softcap=model.scales.logits_cap,
             )
         except ValueError as error:
             raise UnsupportedModel(f"{model.architecture}: {error}") from None
@@ -100,14 +100,14 @@ class _Builder:
         biases = [self.vector(f"{own}{name}.bias", layers.projected) for name in layers.names.projections] if layers.bias else []
         taps, bias = recurrent_weights.convolution(self.weights, layers, prefix)
         return _core.DecoderBlock.recurrent(
-            norm=self.norm(prefix + model.norms.attention),
+            norm=self.norm(prefix + model.family.norms.attention),
             in_proj=self.pack([[part] for part in matrices], names, model.hidden_size, biases[0] if biases else None),
             taps=taps,
             bias=bias,
             heads=recurrent_weights.heads(self.weights, layers, prefix),
             out_proj=self.linear({own + layers.names.output: model.hidden_size}, layers.width, layers.bias),
             layer=sum(layers.layers[:index]),
-            residual_scale=model.residual_scale,
+            residual_scale=model.scales.residual,
         )
 
     def attention(self, index: int) -> _core.DecoderBlock:
@@ -115,33 +115,33 @@ class _Builder:
         model, prefix, kv_place = self.model, f"model.layers.{index}.", self.kv_place(index)
         heads, head_dim = model.heads_of(index)
         queries, kv = model.num_heads * head_dim, heads * head_dim
-        outs = _named(prefix, model.projections.qkv, (queries, kv, kv))
+        outs = _named(prefix, model.family.projections.qkv, (queries, kv, kv))
         shared = kv_place[2]
         rope = self.ropes.index(model.rope if model.windows[index] is None else model.local_rope)
-        names = (prefix + model.norms.query, prefix + model.norms.key)
+        names = (prefix + model.family.norms.query, prefix + model.family.norms.key)
         if shared:
             # There are no keys for the second norm.
-            outs, names = _named(prefix, model.projections.qkv[:1], (queries,)), names[:1] * 2
+            outs, names = _named(prefix, model.family.projections.qkv[:1], (queries,)), names[:1] * 2
         keys_as_values = model.variants is not None and model.variants.keys_as_values and model.windows[index] is None and not shared
-        norms = (queries, kv) if model.whole_norms else (head_dim, head_dim)
+        norms = (queries, kv) if model.family.whole_norms else (head_dim, head_dim)
         return _core.DecoderBlock.attention(
-            norm=self.norm(prefix + model.norms.attention),
+            norm=self.norm(prefix + model.family.norms.attention),
             qkv_proj=self.gated_qkv(outs, head_dim)
-            if model.gated_attention
+            if model.family.gated_attention
             else self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
-            gated=model.gated_attention,
+            gated=model.family.gated_attention,
             kv=kv_place,
-            o_proj=self.linear({prefix + model.projections.output: model.hidden_size}, queries, model.output_bias),
-            scale=model.attention_scale,
+            o_proj=self.linear({prefix + model.family.projections.output: model.hidden_size}, queries, model.output_bias),
+            scale=model.scales.attention,
             temperature=model.temperature,
             qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
             value_norm=np.ones(head_dim, np.float32) if model.variants and not shared else None,
             rope=rope if model.uses_rope[index] else None,
-            softcap=model.attention_softcap,
+            softcap=model.scales.scores_cap,
             window=model.windows[index],
-            sinks=self.vector(f"{prefix}self_attn.sinks", model.num_heads) if model.sinks else None,
-            post_norm=self.norm(prefix + "post_attention_layernorm") if model.post_norms else None,
-            residual_scale=model.residual_scale,
+            sinks=self.vector(f"{prefix}self_attn.sinks", model.num_heads) if model.family.sinks else None,
+            post_norm=self.norm(prefix + "post_attention_layernorm") if model.family.post_norms else None,
+            residual_scale=model.scales.residual,
         )
 
     def latent_attention(self, index: int, latent: Latent) -> _core.DecoderBlock:
@@ -156,7 +156,7 @@ class _Builder:
             query_up = self.linear({f"{own}q_b_proj": latent.queries}, rank)
         keys, values = keys_and_values(self.weights, latent, own)
         return _core.DecoderBlock.latent_attention(
-            norm=self.norm(prefix + model.norms.attention),
+            norm=self.norm(prefix + model.family.norms.attention),
             in_proj=in_proj,
             query_norm=query_norm,
             query_up=query_up,
@@ -164,10 +164,10 @@ class _Builder:
             key_up=self.pack([keys], f"{own}k_b_proj", latent.plain),
             value_up=self.pack([values], f"{own}v_b_proj", latent.rank),
             kv=self.kv_place(index),
-            o_proj=self.linear({prefix + model.projections.output: model.hidden_size}, model.num_heads * latent.value),
+            o_proj=self.linear({prefix + model.family.projections.output: model.hidden_size}, model.num_heads * latent.value),
             rope=self.ropes.index(model.rope),
             adjacent=latent.adjacent,
-            scale=model.attention_scale,
+            scale=model.scales.attention,
             eps=LATENT_EPS,
         )
 
@@ -203,7 +203,7 @@ class _Builder:
             gate=self.linear({f"{prefix}per_layer_input_gate": size}, hidden),
             projection=self.linear({f"{prefix}per_layer_projection": hidden}, size),
             layer=index,
-            activation=self.model.activation,
+            activation=self.model.family.activation,
             post_norm=self.norm(f"{prefix}post_per_layer_input_norm"),
             stream_scale=scale,
         )
@@ -245,9 +245,9 @@ class _Builder:
             shared=shared,
             shared_gate=names.shared_gate is not None,
             norms=self.mixture_norms(prefix) if names.own_norms else None,
-            activation=model.activation,
-            post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
-            residual_scale=model.residual_scale,
+            activation=model.family.activation,
+            post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.family.post_norms else None,
+            residual_scale=model.scales.residual,
             stream_scale=scale,
         )
 
@@ -262,14 +262,14 @@ class _Builder:
         """A layer's MLP block, after which the residual stream is multiplied by `scale`."""
         model, prefix = self.model, f"model.layers.{index}."
         hidden, inner = model.hidden_size, model.inner_of(index)
-        outs = self.gate_up(prefix, model.projections, inner)
+        outs = self.gate_up(prefix, model.family.projections, inner)
         return _core.DecoderBlock.mlp(
             norm=self.mlp_norm(prefix),
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=model.gated),
-            down_proj=self.linear({prefix + model.projections.down: hidden}, inner, model.mlp_bias),
-            activation=model.activation,
-            post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.post_norms else None,
-            residual_scale=model.residual_scale,
+            down_proj=self.linear({prefix + model.family.projections.down: hidden}, inner, model.mlp_bias),
+            activation=model.family.activation,
+            post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.family.post_norms else None,
+            residual_scale=model.scales.residual,
             stream_scale=scale,
         )
 
@@ -281,7 +281,7 @@ class _Builder:
     def mlp_norm(self, prefix: str) -> np.ndarray:
         """The norm before a layer's MLP or experts."""
         # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
-        return self.norm(prefix + ("pre_feedforward_layernorm" if self.model.post_norms else self.model.norms.mlp))
+        return self.norm(prefix + ("pre_feedforward_layernorm" if self.model.family.post_norms else self.model.family.norms.mlp))
 
     def vector(self, name: str, size: int) -> np.ndarray:
         """A one-dimensional tensor."""
@@ -289,7 +289,7 @@ class _Builder:
 
     def norm(self, name: str, size: int | None = None) -> np.ndarray:
         """The weight of a norm; `size` is hidden_size by default."""
-        return self.vector(f"{name}.weight", size or self.model.hidden_size) + np.float32(self.model.norm_offset)
+        return self.vector(f"{name}.weight", size or self.model.hidden_size) + np.float32(self.model.family.norm_offset)
 
     def linear(self, outs: dict[str, int], ins: int, bias: bool = False, gated: bool = False, keys_as_values: bool = False) -> _core.Linear:
         """Packs several projections of the same input into one layer. With `keys_as_values` the last is the one before it."""

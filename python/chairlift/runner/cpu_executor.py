@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from chairlift import _core
@@ -88,10 +86,7 @@ class CpuExecutor(ModelExecutor):
 
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:
         """Runs the step in the buffers."""
-        recurrent: dict[str, Any] = {}
-        if self.recurrent_states is not None:
-            saves = buffers.state_saves[: 3 * buffers.num_state_saves]
-            recurrent = {"states": self.recurrent_states, "state_slots": buffers.state_slots[:num_seqs], "state_saves": saves}
+        states = self.recurrent_states
         self.decoder.forward(
             self.cache,
             input_ids=buffers.input_ids[:num_tokens],
@@ -102,7 +97,9 @@ class CpuExecutor(ModelExecutor):
             batch_slots=buffers.batch_slots[:num_seqs],
             block_tables=buffers.block_tables,
             adapters=self.adapters.by_slot(len(buffers.block_tables)),
-            **recurrent,
+            states=states,
+            state_slots=None if states is None else buffers.state_slots[:num_seqs],
+            state_saves=None if states is None else buffers.state_saves[: 3 * buffers.num_state_saves],
         )
 
     def logits(self, at: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ class RustBackend:
         assert isinstance(whole, ModelConfig)
         self._isa = choose_isa(config.cpu_isa)
         self._config, self.model = config, whole
-        self._weights = open_weights(config, directory, 1 - whole.norm_offset, whole.scheme)
+        self._weights = open_weights(config, directory, 1 - whole.family.norm_offset, whole.scheme)
         self._pooling = "last" if whole.classifier else decoder_pooling(directory)
         self._bf16, self._bytes = _core.bf16_products(config.cpu_isa), _core.byte_products(config.cpu_isa)
         self.budget = HostBudget(sharing, tiles=self._bf16 == "tiles")

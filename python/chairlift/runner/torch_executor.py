@@ -124,7 +124,7 @@ class TorchExecutor(DeviceExecutor):
         network: Network
         adapters = None
         if isinstance(model, ModelConfig):
-            weights = open_torch_weights(config, directory, dtype, device, 1 - model.norm_offset, model.scheme)
+            weights = open_torch_weights(config, directory, dtype, device, 1 - model.family.norm_offset, model.scheme)
             quantization = precision.quantization if precision.quantization in EIGHT_BITS else None
             source = weights if group.size == 1 else Shards(weights, group)
             network = Llama(model, source, group, quantization, precision.rounds_activations, config.max_model_len)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -104,7 +103,7 @@ async def _unload(request: Request) -> Response:
     return Json(_described(service, model), 202)
 
 
-def _described(service: Service, model: ServedModel) -> dict[str, Any]:
+def _described(service: Service, model: ServedModel) -> dict[str, object]:
     replicas = [
         {"number": one.number, "state": one.state, "restarts": one.restarts, "sequences": one.engine.open_sequences}
         for one in model.engine.replicas

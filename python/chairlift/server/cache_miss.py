@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 
 class MissReason(StrEnum):
@@ -158,7 +157,7 @@ class CacheMiss:
         lost = f"{self.missed_tokens} of {self.reusable_tokens} tokens were computed again{seconds}"
         return f"Cache miss: {self.reason.what}{where}. {lost}."
 
-    def json(self, *, with_texts: bool) -> dict[str, Any]:
+    def json(self, *, with_texts: bool) -> dict[str, object]:
         """Returns the object of explanations. `with_texts` adds both sides' texts, which only the tenant may see."""
         texts = {"before": self.difference.before, "now": self.difference.now} if with_texts else {}
         return {
@@ -173,7 +172,7 @@ class CacheMiss:
             "advice": self.reason.advice,
         }
 
-    def openai(self) -> dict[str, Any]:
+    def openai(self) -> dict[str, object]:
         """Returns OpenAI's `prompt_cache_diagnostics`; `unavailable` if the requests do not differ."""
         reason = _MEANINGS[self.reason].openai
         if reason == "unavailable":
@@ -183,7 +182,7 @@ class CacheMiss:
         counts = {"cache_missed_tokens": self.missed_tokens, "comparison_reusable_tokens": self.reusable_tokens}
         return {"type": "cache_miss", "reason": reason, **counts}
 
-    def anthropic(self) -> dict[str, Any] | None:
+    def anthropic(self) -> dict[str, object] | None:
         """Returns Anthropic's `diagnostics`; None if the requests do not differ."""
         kind = _MEANINGS[self.reason].anthropic
         if kind is None:

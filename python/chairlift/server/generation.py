@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -31,7 +31,7 @@ from chairlift.server.schema.logprobs import MAX_LOGPROBS, max_tokens_with_logpr
 from chairlift.server.service import service_of
 from chairlift.server.session_wait import HEADER, expected_wait, preferred_wait, takes_turns
 from chairlift.server.submission import Submission
-from chairlift.server.usage import Usage, timing_metrics
+from chairlift.server.usage import Energy, Usage, timing_metrics
 
 if TYPE_CHECKING:
     from chairlift.engine.async_live_sequence import AsyncLiveSequence
@@ -56,7 +56,7 @@ class Generation:
         self,
         request: Request,
         body: GenerationRequest,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
         kind: str,
@@ -86,7 +86,7 @@ class Generation:
         always_whole = kind == "response"
         most = max_tokens_with_logprobs(params, len(prompts)) if always_whole or not self._stream else sys.maxsize
         hint = "" if always_whole else ", or stream the response"
-        self._prompts = [(prompt, self._resolve_max_tokens(prompt, params, default_max_tokens, most, hint)) for prompt in prompts]
+        self._prompts = [(prompt, self._with_max_tokens(prompt, params, default_max_tokens, most, hint)) for prompt in prompts]
         self._n = params.n
         self._sequence = sequence
         self._request_id = body.request_id or self._context.request_id
@@ -108,7 +108,7 @@ class Generation:
         cacheable = sum(len(prompt) // config.block_size * config.block_size for prompt in prompts) if config.enable_prefix_caching else 0
         self.usage = Usage(prompt=sum(map(len, prompts)), cacheable=cacheable)
         if body.energy:
-            self.usage.energy = {"joules": None, "method": self._model.engine.info.energy_method}
+            self.usage.energy = Energy(None, self._model.engine.info.energy_method)
         self._timing: Timing | None = None
 
     def _urgency(self, request: Request, body: GenerationRequest) -> Scheduling:
@@ -117,7 +117,7 @@ class Generation:
         scheduling = body.scheduling(request.state.ticket.tenant.scheduling(tier), request.headers, self._session)
         return self._service.tiers.bound(scheduling, self._model.engine.config.scheduling_policy)
 
-    def _resolve_max_tokens(self, prompt: list[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:
+    def _with_max_tokens(self, prompt: Sequence[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:
         """Returns the parameters with the prompt's `max_tokens`; raises InvalidRequest.
 
         At `most` so many have room in the response; `hint` names another way to get more.
@@ -136,7 +136,7 @@ class Generation:
         """The tier that serves the request, in OpenAI's words; None for a background request."""
         return None if self._scheduling.served_tier == "background" else self._scheduling.tier
 
-    def service_tier_field(self) -> dict[str, Any]:
+    def service_tier_field(self) -> dict[str, object]:
         """Returns the `service_tier` field of the response, if the request has one."""
         return {"service_tier": self.service_tier} if self._asks_for_tier and self.service_tier else {}
 
@@ -147,7 +147,7 @@ class Generation:
         seconds = await expected_wait(self._model.engine, self._engine_ids[0])
         return {} if seconds is None else {HEADER: str(max(1, math.ceil(seconds)))}
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, dict[str, float | None]]:
         """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
         return {"metrics": timing_metrics(self._timing, self.usage.completion)} if self._timing else {}
 
@@ -293,7 +293,7 @@ class Generation:
     async def _count_energy(self, index: int, known: Sequence[Timeline | None]) -> None:
         """Adds a prompt's energy to the usage, if the request asks for it, there is a meter and the engine answers in time."""
         energy = self.usage.energy
-        if energy is None or energy["method"] is None:
+        if energy is None or energy.method is None:
             return
         timelines = [timeline for timeline in known if timeline is not None]
         if self._prompts[index][1].ranked or len(timelines) < len(known):
@@ -303,7 +303,7 @@ class Generation:
             except (ChairliftError, TimeoutError):
                 return  # the answer is complete
         joules = sum(timeline.energy_joules or 0.0 for timeline in timelines)
-        energy["joules"] = round((energy["joules"] or 0.0) + joules, 6)
+        energy.joules = round((energy.joules or 0.0) + joules, 6)
 
     def _count_refusal(self, progress: _Progress, error: QueueFull | InvalidRequest | WaitTooLong) -> None:
         """Records a prompt that was rejected and has used nothing."""

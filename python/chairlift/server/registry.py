@@ -37,7 +37,7 @@ class Refusal:
         message: str = error["message"]
         return cls(status, error.get("code"), message[:MAX_MESSAGE_BYTES].encode(errors="replace")[:MAX_MESSAGE_BYTES])
 
-    def explanation(self, request_id: str) -> dict[str, Any]:
+    def explanation(self, request_id: str) -> dict[str, object]:
         """Returns the body of `GET /v1/requests/{id}/explain` for this request."""
         message = self.text.decode(errors="ignore")
         summary = f"Refused with status {self.status}{f' ({self.code})' if self.code else ''}: {message}"

@@ -36,7 +36,7 @@ class ServedSequence:
     fields: dict[str, Any]
     """The fields of the opening request that hold for all its generations."""
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Returns the object that clients see. `expires_at` is null while the sequence is computed or generated."""
         sequence = self.sequence
         return {

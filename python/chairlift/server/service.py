@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from starlette.requests import Request
@@ -154,7 +154,7 @@ class Service:
         self.loader.unload(model)
         return True
 
-    def describe(self, model: ServedModel, reader: Reader = None) -> dict[str, Any]:
+    def describe(self, model: ServedModel, reader: Reader = None) -> dict[str, object]:
         """Describes a model for the operator and the dashboard.
 
         `num_bytes` are those of weights, KV cache and recurrent states, 0 if they are not known. `unload_in_seconds` is None for a model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ class Submission:
     def __init__(
         self,
         model: ServedModel,
-        prompt: list[int],
+        prompt: Sequence[int],
         params: SamplingParams,
         scheduling: Scheduling,
         *,
@@ -148,7 +148,7 @@ class Submission:
         engine = self._model.engine
         if self._stream is None:
             arrived, rest = self._context.arrived, (self._params, self._scheduling)
-            self._stream = await engine.prepare(self._prompt, *rest, arrived=arrived, sequence=self._sequence, checked=True)
+            self._stream = await engine.prepare_tokens(self._prompt, *rest, arrived=arrived, sequence=self._sequence)
         self._fingerprint = engine.info.fingerprint
         return engine.run(
             self._stream,

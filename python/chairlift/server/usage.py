@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from chairlift.outputs import Timing
+
+
+@dataclass(slots=True)
+class Energy:
+    """The field `energy` of an answer: None without a meter, or before an answer has ended."""
+
+    joules: float | None
+    method: str | None
 
 
 @dataclass(slots=True)
@@ -24,15 +31,15 @@ class Usage:
 
     cacheable: int = 0
     """Tokens of the prompts in whole KV blocks, which stay in the prefix cache."""
-    energy: dict[str, Any] | None = None
-    """The field `energy`, if the request asks for it."""
+    energy: Energy | None = None
+    """Set if the request asks for it."""
 
     @property
     def written(self) -> int:
         """Tokens of the prompts that these requests have put into the prefix cache."""
         return max(0, self.cacheable - self.cached)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Returns OpenAI's `usage` object, and the energy."""
         details = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning}
         if self.accepted or self.rejected:
@@ -43,10 +50,10 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": self.written},
             **({"completion_tokens_details": details} if details else {}),
-            **({} if self.energy is None else {"energy": self.energy}),
+            **({} if self.energy is None else {"energy": asdict(self.energy)}),
         }
 
-    def response(self) -> dict[str, Any]:
+    def response(self) -> dict[str, object]:
         """Returns the `usage` object of OpenAI's Responses API."""
         return {
             "input_tokens": self.prompt,
@@ -56,7 +63,7 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
         }
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """Returns Anthropic's `usage` object, which does not count tokens as input that the prefix cache had or now has."""
         return {
             "input_tokens": self.prompt - self.cached - self.written,

@@ -74,7 +74,7 @@ class Proposals:
             self._stride *= 2
             self._runs = [[self._thinned(rows) for rows in kept] for kept in self._runs]
 
-    def next(self, now: float) -> dict[str, Any] | None:
+    def next(self, now: float) -> dict[str, object] | None:
         """The proposal for the last hour, if one is due at `now`, in microseconds of the recorded time. See `propose`."""
         if now < self._due:
             return None
@@ -92,7 +92,7 @@ class Proposals:
 
 def propose(
     changes: Sequence[Mapping[str, Any]], runs: Sequence[NDArray[Any]], recorded: NDArray[Any], since: float, until: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The best of the changes for the requests that arrived from `since` to `until` (microseconds), as plain data.
 
     `runs` are the requests under the recorded settings, with the column tenant, and under each change; `recorded` those of the server. A
@@ -107,7 +107,7 @@ def propose(
     now = now[np.isin(now["tag"], answered["tag"])]
     covered = len(now) / len(answered) if len(answered) else 0.0
     slices = ((now["arrived"] - since) * SLICES / (until - since)).astype(int)
-    common: dict[str, Any] = {"settings": None, "figures": {}, "requests": len(now), "covered": covered}
+    common: dict[str, object] = {"settings": None, "figures": {}, "requests": len(now), "covered": covered}
     if len(now) < MIN_REQUESTS or covered < MIN_COVERED or len(np.unique(slices)) < SLICES / 2:
         return {
             **common,

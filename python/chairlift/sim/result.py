@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from chairlift.errors import InvalidSetting
 from chairlift.sim import groups
 from chairlift.sim.groups import ABORT, DEADLINE, ERROR, GROUPS, LENGTH, STOP, percentiles
+
+if TYPE_CHECKING:
+    from chairlift import _core
 
 _NUMBERS = (
     "tag",
@@ -53,7 +56,7 @@ class Result:
 
     def __init__(
         self,
-        reports: Sequence[Mapping[str, Any]],
+        reports: Sequence[_core.Report],
         config: Mapping[str, Any],
         wall: float,
         *,
@@ -244,7 +247,7 @@ class Result:
         }
 
 
-def ended(report: Mapping[str, Any]) -> NDArray[Any]:
+def ended(report: _core.Ended) -> NDArray[Any]:
     """The requests of a report: see `Result.requests`."""
     return np.frombuffer(report["ended"], np.dtype([(name, "<i8") for name in (*_NUMBERS, *report["states"])]))
 

@@ -48,7 +48,7 @@ class SessionsResult:
 
     def __init__(
         self,
-        report: Mapping[str, Any],
+        report: _core.SessionsReport,
         recorded: Sequence[RecordedSession],
         settings: Mapping[str, Any],
         users: int,

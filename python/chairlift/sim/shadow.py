@@ -66,7 +66,7 @@ class Shadow:
         self._core: _core.Shadow | None = None
         self._policy: str | None = None
         self._failure: str | None = None
-        self._proposal: dict[str, Any] | None = None
+        self._proposal: dict[str, object] | None = None
         self._open()
 
     def work(self) -> None:
@@ -79,7 +79,7 @@ class Shadow:
                 if not self._open_next():
                     return
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """The figures of the last `WINDOW_SECONDS` of the newest engine as plain data, by run, tenant and session.
 
         `covered` is the share of requests that were simulated, `behind_s` how long ago everything recorded was read, and `failure` what
@@ -218,7 +218,7 @@ def _possible(head: bytes, change: dict[str, Any]) -> bool:
     return True
 
 
-def _rows(report: Mapping[str, Any]) -> NDArray[Any]:
+def _rows(report: _core.Ended) -> NDArray[Any]:
     """The requests of a report."""
     requests = ended(report)
     rows = np.empty(len(requests), _ROW)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 
@@ -175,11 +175,11 @@ class Metrics:
         if session is not None:
             self.sessions.add_miss(tenant, session, miss)
 
-    def cache_misses(self) -> list[dict[str, Any]]:
+    def cache_misses(self) -> list[dict[str, object]]:
         """Returns the turns that missed the prefix cache and the tokens they computed again, by reason, the most tokens first."""
         turns, tokens = (_by_reason(counter) for counter in (self._misses, self._missed))
-        rows = [{"reason": one, "turns": turns[one], "tokens": tokens[one], "what": one.what, "advice": one.advice} for one in turns]
-        return sorted(rows, key=lambda row: -row["tokens"])
+        most_first = sorted(turns, key=lambda reason: -tokens[reason])
+        return [{"reason": one, "turns": turns[one], "tokens": tokens[one], "what": one.what, "advice": one.advice} for one in most_first]
 
     def count_rejected(self, reason: str) -> None:
         """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""

@@ -7,10 +7,11 @@ import base64
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import chairlift
+from chairlift.engine.snapshot import EngineSnapshot, RunningSequence, WaitingSequence
 from chairlift.engine.stats import Stats
 from chairlift.errors import ChairliftError
 from chairlift.scheduling import TIERS
@@ -36,6 +37,9 @@ LATENCY_WINDOW = 60.0
 
 _TIERS = (*TIERS, "background")
 
+_NOTHING = EngineSnapshot(running=[], waiting=[], waiting_by_tier={}, kv_map=b"", blocks_per_cell=1, steps=[], now_us=0, stats={}, names=[])
+"""What is shown of an engine before its first snapshot."""
+
 _RATES = {"generation": "generated_tokens", "prompt": "computed_prompt_tokens", "computed": "computed_tokens", "steps": "steps"}
 
 
@@ -48,15 +52,15 @@ class SnapshotPoller:
         self._last_request_time = 0.0
         self._task: asyncio.Task[None] | None = None
         self._polled = asyncio.Event()
-        self._snapshot: dict[str, Any] = {}
-        self._steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
+        self._snapshot = _NOTHING
+        self._steps: deque[tuple[int, dict[str, object]]] = deque(maxlen=STEPS)
         self._step_count = 0
-        self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
+        self._samples: deque[tuple[float, dict[str, object]]] = deque(maxlen=SAMPLES)
         self._buckets: deque[tuple[float, Mapping[str | None, Mapping[str, Buckets]]]] = deque()
         """Readings of the latencies, by tier; None for all requests."""
         self._previous: tuple[float, Stats] | None = None
 
-    async def state(self, step: int = 0, sample: float = 0.0, reader: Reader = None) -> dict[str, Any]:
+    async def state(self, step: int = 0, sample: float = 0.0, reader: Reader = None) -> dict[str, object]:
         """Returns the body of /dashboard/data: steps after the one numbered `step`, samples after the time `sample`.
 
         A tenant sees its own requests and how loaded the server is, and the same fields without values for the rest.
@@ -64,7 +68,7 @@ class SnapshotPoller:
         self._last_request_time = time.monotonic()
         if self._task is None or self._task.done():
             self._polled.clear()
-            self._snapshot = {}  # it is old
+            self._snapshot = _NOTHING  # it is old
             self._task = asyncio.create_task(self._poll())
         if self.replica.engine.ready:
             with contextlib.suppress(TimeoutError):
@@ -86,26 +90,27 @@ class SnapshotPoller:
             **activity,
         }
 
-    def _activity(self, step: int, sample: float) -> dict[str, Any]:
+    def _activity(self, step: int, sample: float) -> dict[str, object]:
         """Returns all that the engine does, for the operator."""
         stats, targets = self._stats, self._model.metrics.targets_met()
         return {
             "load": engine_stats.load(stats),
-            "stats": {name: value for name, value in stats.pack().items() if name not in ("tenants", "classes")},
+            "stats": stats.counters(),
             "latency": self._latency(None),
             "cache_misses": self._model.metrics.cache_misses(),
             "tiers": [row for tier in _TIERS if (row := self._tier(tier, targets.get(tier, {})))],
-            "running": self._requests("running", None),
-            "waiting": self._requests("waiting", None),
-            "kv_map": base64.b64encode(self._snapshot.get("kv_map", b"")).decode(),
-            "blocks_per_cell": self._snapshot.get("blocks_per_cell", 1),
-            "steps": [one for one in self._steps if one["id"] > step],
-            "samples": [one for one in self._samples if one["time"] > sample],
+            "running": self._named(self._snapshot["running"]),
+            "waiting": self._named(self._snapshot["waiting"]),
+            "kv_map": base64.b64encode(self._snapshot["kv_map"]).decode(),
+            "blocks_per_cell": self._snapshot["blocks_per_cell"],
+            "steps": [one for number, one in self._steps if number > step],
+            "samples": [one for taken, one in self._samples if taken > sample],
         }
 
-    def _activity_of(self, tenant: str) -> dict[str, Any]:
+    def _activity_of(self, tenant: str) -> dict[str, object]:
         """Returns a tenant's part of `_activity`. Steps, samples, latencies and the map would tell what others do, and when."""
-        running, waiting = self._requests("running", tenant), self._requests("waiting", tenant)
+        running = [_without_cache(one) for one in self._snapshot["running"] if sees(tenant, one["tenant"])]
+        waiting = [one for one in self._snapshot["waiting"] if sees(tenant, one["tenant"])]
         stats = self._stats
         held = min(stats.total_blocks, sum(one["blocks"] for one in running))
         own = Stats(
@@ -120,31 +125,27 @@ class SnapshotPoller:
         shown = {name: getattr(own, name) for name in ("running", "waiting", "slots", "total_blocks", "free_blocks", "waiting_by_state")}
         nothing = {"latency": {"window": None}, "tiers": [], "cache_misses": [], "kv_map": "", "blocks_per_cell": 1}
         nothing |= {"steps": [], "samples": []}
-        return {"load": engine_stats.load(own), "stats": shown, "running": running, "waiting": waiting, **nothing}
+        rows = {"running": self._named(running), "waiting": self._named(waiting)}
+        return {"load": engine_stats.load(own), "stats": shown, **rows, **nothing}
 
     @property
     def _stats(self) -> Stats:
         """The counters at the time of the snapshot: they agree with its requests."""
-        return Stats(**self._snapshot["stats"]) if self._snapshot else self.replica.engine.stats()
+        return Stats(**self._snapshot["stats"]) if self._snapshot["stats"] else self.replica.engine.stats()
 
-    def _tier(self, tier: str, targets: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _tier(self, tier: str, targets: Mapping[str, object]) -> dict[str, object] | None:
         """Returns the requests of a tier, its latencies, and how many answers met its `targets`; None if it was not used."""
-        running = sum(one["tier"] == tier for one in self._snapshot.get("running", ()))
-        waiting = self._snapshot.get("waiting_by_tier", {}).get(tier, 0)
+        running = sum(one["tier"] == tier for one in self._snapshot["running"])
+        waiting = self._snapshot["waiting_by_tier"].get(tier, 0)
         latency = self._latency(tier)
         if not (running or waiting or any(one["count"] for one in latency.values() if isinstance(one, dict))):
             return None
         return {"tier": tier, "running": running, "waiting": waiting, "latency": latency, "targets": targets}
 
-    def _requests(self, part: str, reader: Reader) -> list[dict[str, Any]]:
-        """Returns the sequences of the snapshot that `reader` may see, each with the request's id."""
-        names = dict(self._snapshot.get("names", ()))
-        rows = [{**one, "request": names.get(one["tag"])} for one in self._snapshot.get(part, ()) if sees(reader, one["tenant"])]
-        if reader is not None and part == "running":
-            for row in rows:
-                # During the prompt, they would tell a tenant how much of it others had put into the cache.
-                row["computed_tokens"] = row["prompt_tokens"] + row["output_tokens"] - 1 if row["output_tokens"] else 0
-        return rows
+    def _named(self, sequences: Sequence[RunningSequence | WaitingSequence]) -> list[dict[str, object]]:
+        """Returns sequences of the snapshot, each with its request's id."""
+        names = dict(self._snapshot["names"])
+        return [{**one, "request": names.get(one["tag"])} for one in sequences]
 
     async def _poll(self) -> None:
         """Polls until no client asks any more."""
@@ -153,7 +154,7 @@ class SnapshotPoller:
         due = 0.0
         while (now := time.monotonic()) - self._last_request_time < IDLE_SECONDS:
             if not self.replica.engine.ready:
-                self._snapshot = {}
+                self._snapshot = _NOTHING
             else:
                 # If the engine dies, `ready` turns False.
                 with contextlib.suppress(ChairliftError):
@@ -165,12 +166,13 @@ class SnapshotPoller:
             self._polled.set()
             await asyncio.sleep(POLL_SECONDS)
 
-    def _store(self, snapshot: dict[str, Any]) -> None:
-        for step in snapshot.pop("steps"):
+    def _store(self, snapshot: EngineSnapshot) -> None:
+        for step in snapshot["steps"]:
             self._step_count += 1
             # The steps' times are on the engine's clock: convert them.
-            ago = (snapshot["now_us"] - step.pop("planned_us")) / 1e6
-            self._steps.append({"id": self._step_count, "time": time.time() - ago, **step})
+            ago = (snapshot["now_us"] - step["planned_us"]) / 1e6
+            shown = {name: value for name, value in step.items() if name != "planned_us"}
+            self._steps.append((self._step_count, {"id": self._step_count, "time": time.time() - ago, **shown}))
         self._snapshot = snapshot
 
     async def _read_buckets(self, now: float) -> None:
@@ -189,14 +191,15 @@ class SnapshotPoller:
         stats = self.replica.engine.stats()
         if self._previous is not None:
             since, before = self._previous
-            sample = {"time": time.time(), "waiting": stats.waiting_by_state, "running": stats.running, "kv_cache": stats.kv_cache}
+            at = time.time()
+            sample = {"time": at, "waiting": stats.waiting_by_state, "running": stats.running, "kv_cache": stats.kv_cache}
             for name, key in _RATES.items():
                 increase = getattr(stats, key) - getattr(before, key)
                 sample[name] = max(0.0, increase) / (now - since)  # negative after an engine restart
-            self._samples.append(sample)
+            self._samples.append((at, sample))
         self._previous = now, stats
 
-    def _latency(self, tier: str | None) -> dict[str, Any]:
+    def _latency(self, tier: str | None) -> dict[str, object]:
         """Returns the percentiles of a tier's requests, None for all requests, and the seconds that they cover."""
         if not self._buckets:
             return {"window": None}
@@ -208,9 +211,15 @@ class SnapshotPoller:
         }
 
 
-def _describe(replica: Replica, reader: Reader) -> dict[str, Any]:
+def _without_cache(running: RunningSequence) -> RunningSequence:
+    """Returns a sequence whose tokens in the cache, during its prompt, do not tell its tenant how many of them others had put there."""
+    prompt, output = running["prompt_tokens"], running["output_tokens"]
+    return {**running, "computed_tokens": prompt + output - 1 if output else 0}
+
+
+def _describe(replica: Replica, reader: Reader) -> dict[str, object]:
     """Returns an engine's number and state, and for the operator its requests and load."""
-    described: dict[str, Any] = {"number": replica.number, "state": replica.state}
+    described: dict[str, object] = {"number": replica.number, "state": replica.state}
     if reader is not None:
         return described
     stats = replica.engine.stats()

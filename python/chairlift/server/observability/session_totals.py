@@ -6,7 +6,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from chairlift.outputs import Timeline
 from chairlift.server.cache_miss import CacheMiss
@@ -67,10 +66,10 @@ class SessionTotals:
         missed = self._totals(tenant, session).missed_for
         missed[str(miss.reason)] = missed.get(str(miss.reason), 0) + miss.missed_tokens
 
-    def rows(self, reader: Reader) -> list[dict[str, Any]]:
+    def rows(self, reader: Reader) -> list[dict[str, object]]:
         """Returns the latest sessions that `reader` may see, the latest first, with `quiet_s`, the seconds since the last request's end."""
         now = time.monotonic()
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, object]] = []
         for (tenant, session), totals in reversed(self._sessions.items()):
             if sees(reader, tenant):
                 row = {"session": session, "tenant": tenant, **asdict(totals)}

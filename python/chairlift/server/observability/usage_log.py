@@ -101,7 +101,7 @@ class UsageLog:
         now = time.time()
         self._append(labels, now, upstream_record(now, labels, cached_tokens, output_tokens, finish, states))
 
-    def _append(self, labels: UsageLabels, now: float, fields: dict[str, Any]) -> None:
+    def _append(self, labels: UsageLabels, now: float, fields: dict[str, object]) -> None:
         """Appends a line. Logs an error if the disk refuses it: the answer is sent all the same."""
         line = _encode(fields).encode() + b"\n"
         try:
@@ -144,7 +144,7 @@ class UsageLog:
         task.add_done_callback(self._tasks.discard)
 
 
-def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, Any]:
+def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, object]:
     """Returns the record of one prompt: its answers' timelines summed, and `seconds` from its arrival to its last answer's end."""
     states: dict[str, float] = {}
     for timeline in timelines:
@@ -171,14 +171,14 @@ def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preem
     }
 
 
-def held_record(now: float, labels: UsageLabels, token_seconds: float, seconds: float) -> dict[str, Any]:
+def held_record(now: float, labels: UsageLabels, token_seconds: float, seconds: float) -> dict[str, object]:
     """Returns the record of a live sequence: that of a prompt that used nothing, and what the sequence held between its requests."""
     return {**_without_engine(now, labels, "dropped", seconds), "held_token_seconds": round(token_seconds, 6)}
 
 
 def upstream_record(
     now: float, labels: UsageLabels, cached_tokens: int, output_tokens: int, finish: str, states: Mapping[str, float]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns the record of a request of the gate. What only an engine knows is 0."""
     return {
         **_without_engine(now, labels, finish, sum(states.values())),
@@ -189,7 +189,7 @@ def upstream_record(
     }
 
 
-def _without_engine(now: float, labels: UsageLabels, finish: str, seconds: float) -> dict[str, Any]:
+def _without_engine(now: float, labels: UsageLabels, finish: str, seconds: float) -> dict[str, object]:
     """The record of what took `seconds` and used nothing of an engine."""
     return {
         **_head(now, labels),
@@ -203,7 +203,7 @@ def _without_engine(now: float, labels: UsageLabels, finish: str, seconds: float
     }
 
 
-def _head(now: float, labels: UsageLabels) -> dict[str, Any]:
+def _head(now: float, labels: UsageLabels) -> dict[str, object]:
     return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)), **asdict(labels)}
 
 

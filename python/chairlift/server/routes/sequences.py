@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
@@ -261,8 +261,7 @@ def _generating(
 ) -> Iterator[tuple[Generation, Choices]]:
     """Runs a generation in the block."""
     sequence = served.sequence
-    with sequence.generating() as tokens:
-        prompt = cast("list[int]", tokens)  # it is only read
+    with sequence.generating() as prompt:
         generation = Generation(
             request,
             body,
@@ -281,8 +280,7 @@ async def _compute(request: Request, body: GenerationRequest, model: ServedModel
     """Computes what was appended, after `model` was loaded."""
     if sequence.uncomputed:
         await service_of(request).use(request, model.name)
-        with sequence.computing() as tokens:
-            prompt = cast("list[int]", tokens)  # it is only read
+        with sequence.computing() as prompt:
             generation = Generation(request, body, [prompt], COMPUTE, kind="sequence", prefix="seqcmpl-", sequence=sequence)
             async with aclosing(generation.outputs()) as outputs:
                 async for _ in outputs:

@@ -77,7 +77,7 @@ class Batch:
         """Whether nothing more will happen."""
         return self.status in _ENDED
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Returns OpenAI's batch object."""
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         fields = {name: value for name, value in self.fields.items() if name != "output_expires_after"}

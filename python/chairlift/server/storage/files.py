@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from chairlift.errors import brief
 from chairlift.server.errors import ApiError
@@ -50,7 +50,7 @@ class StoredFile:
     created_at: int
     expires_at: int | None
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Returns OpenAI's file object."""
         return {"object": "file", **asdict(self), "status": "processed", "status_details": None}
 

@@ -43,8 +43,8 @@ CELLS = struct.pack("<8I", 0, 1, 2, 4, 4, 0, 0, 5)
 def busy() -> ScriptedEngine:
     """An engine with something to see."""
     engine = ScriptedEngine()
-    engine.snapshot = {"running": [ROW], "waiting": [WAIT], "steps": [STEP], "kv_map": CELLS, "blocks_per_cell": 1, "now_us": 4_500_000}
-    engine.snapshot["names"] = [(129, "cmpl-abc"), (257, "cmpl-def")]
+    engine.snapshot = {"running": [ROW], "waiting": [WAIT], "waiting_by_tier": {}, "steps": [STEP], "kv_map": CELLS, "blocks_per_cell": 1}
+    engine.snapshot |= {"now_us": 4_500_000, "names": [(129, "cmpl-abc"), (257, "cmpl-def")]}
     engine.looks = 0
 
     async def take_snapshot():

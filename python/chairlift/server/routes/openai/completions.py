@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -66,8 +66,8 @@ class Choices:
         generation: Generation,
         body: CompletionRequest,
         params: SamplingParams,
-        raw_prompts: list[str | list[int]],
-        prompts: list[list[int]],
+        raw_prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Sequence[int]],
     ) -> None:
         self._tokenizer = model.engine.tokenizer
         self._logprobs_json = CompletionLogprobs(self._tokenizer, body.logprobs or 0, bool(body.return_tokens_as_token_ids))

@@ -1,0 +1,55 @@
+"""Finds the architecture of a config.json, and what it asks for that there is no code for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chairlift.architectures import ALIASES, ARCHITECTURES, HEADLESS, WRAPPED, Architecture, Windows
+from chairlift.models.fields import NoNativeModel, parse_names
+from chairlift.models.quantization import QuantizationScheme, UnsupportedScheme, parse_quantization
+
+_RENAMED = ("exaone", "sarvam_moe")
+"""Values of `model_type` of files with the name of an architecture here, in which transformers has renamed the tensors."""
+
+
+def find_family(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
+    """Returns the configuration of the model of text, and its architecture. Raises NoNativeModel for others."""
+    if raw.get("model_type") in _RENAMED:
+        raise NoNativeModel(f"the names that {raw['model_type']} gives tensors have no code of ours")
+    names, text = parse_names(raw, "architectures") or [], raw.get("text_config")
+    names = [name for name in names if name != "PeftModelForCausalLM"]  # a merged adapter, whose model_type is that of the base
+    for name in names or [known.name for known in ARCHITECTURES.values() if known.model_type == raw.get("model_type")]:
+        own = text if isinstance(text, dict) else raw  # the first configurations of Qwen2-VL have no text_config
+        if known := WRAPPED.get((name, str(own.get("model_type")))):
+            shared = ("tie_word_embeddings", "quantization_config", "quantization", "dtype", "torch_dtype")
+            return {**known.defaults, **own, **{key: raw[key] for key in shared if key in raw}}, known
+        if known := ARCHITECTURES.get(name) or ALIASES.get(name):
+            return raw, known
+        if name in HEADLESS and text is None:
+            return raw | {"tie_word_embeddings": True}, HEADLESS[name]
+    named = ", ".join(names) or f"model_type {raw.get('model_type')!r}, and no architectures,"
+    raise NoNativeModel(f"{named} has no code of ours (docs/models.md lists what has)")
+
+
+def check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
+    """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
+    if family.gated_attention and raw.get("attention_bias"):
+        raise NoNativeModel("biases of gated attention have no code of ours")
+    for name, known in family.activations.items():
+        if (activation := raw.get(name) or known[0]) not in known:
+            raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
+    # "vision" is about tokens of images alone.
+    if raw.get("use_bidirectional_attention") not in (None, False, "vision") or raw.get("is_causal") is False:
+        raise NoNativeModel("attention to later tokens has no code of ours")
+    if raw.get("clip_qkv") is not None:
+        raise NoNativeModel("clipped queries, keys and values have no code of ours")
+    # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.
+    if family.mixture and family.windows is Windows.NONE and raw.get("use_sliding_window") and raw.get("sliding_window", 1):
+        raise NoNativeModel(f"sliding windows in {family.name} have no code of ours")
+    quantization = raw.get("quantization_config") or raw.get("quantization")  # the second is MLX's name
+    if family.sinks and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        return None  # the experts of gpt-oss alone, whose tensors have names of their own
+    try:
+        return parse_quantization(quantization)
+    except UnsupportedScheme as reason:
+        raise NoNativeModel(str(reason)) from None
