@@ -75,7 +75,8 @@ class Database:
     async def run(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
         """Returns `work(connection)`, committed to the disk; an exception rolls back.
 
-        Raises ApiError: 503 after `close`, 507 if the disk is full. `then` is called with the result after the commit, even if the caller is cancelled meanwhile.
+        Raises ApiError: 503 after `close`, 507 if the disk is full. `then` is called with the result after the commit, even if the
+        caller is cancelled meanwhile.
         """
         if self._closed:
             raise unavailable("the server is shutting down", "shutting_down", 5)
