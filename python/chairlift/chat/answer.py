@@ -11,6 +11,9 @@ from chairlift.chat.tools.custom import CustomCalls
 from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.outputs import RequestOutput, TokenLogprobs, ToolCall
 
+MAX_THOUGHT = 8192
+"""Characters of reasoning without an end in which calls are looked for. All are parsed at once, which may take 12 ms."""
+
 
 @dataclass(slots=True)
 class Delta:
@@ -99,8 +102,8 @@ class AnswerParser:
         self._calls = form.call_parser()
         self._custom = CustomCalls(self._tool_spec.custom)
         self._called = False
-        self._thought: list[str] = []
-        """The reasoning, if it may contain calls."""
+        self._thought = ""
+        """The end of the reasoning, if it may contain calls."""
         self._logprobs: list[TokenLogprobs] = []
 
     def push(self, output: RequestOutput) -> list[Delta]:
@@ -128,7 +131,7 @@ class AnswerParser:
         if self._reasoning is not None and self._reasoning_tokens is not None:
             reasoning, answer = self._reasoning.push(answer, final=final)
             if self._calls is not None:
-                self._thought.append(reasoning)
+                self._thought = (self._thought + reasoning)[-MAX_THOUGHT:]
             if not self._format.shows_reasoning:
                 reasoning = ""
             self.num_reasoning_tokens += self._reasoning_tokens.count(output.token_ids)
@@ -166,7 +169,7 @@ class AnswerParser:
         if parser is None:
             return []
         calls: list[ToolCallDelta] = []
-        for part in (*parser.push("".join(self._thought)), *parser.end()):
+        for part in (*parser.push(self._thought), *parser.end()):
             if isinstance(part, str):
                 calls.clear()
             else:
