@@ -309,10 +309,18 @@ def _strings(name: str, value: str | tuple[str, ...], most: int) -> tuple[str, .
     return strings
 
 
+def check_bad_words(words: tuple[str | tuple[int, ...], ...], suppressed: int = 0) -> None:
+    """Raises InvalidRequest for too many words. A text counts as two lists of ids: it becomes them, with and without a space before it.
+
+    As many lists as are `suppressed` do not count: the tokens that the checkpoint suppresses are added to the caller's words.
+    """
+    lists = sum(not isinstance(word, str) for word in words)
+    _at_most("bad_words", len(words) - lists + (max(lists - suppressed, 0) + 1) // 2, MAX_BAD_WORDS)
+
+
 def _words(name: str, value: str | tuple[str | tuple[int, ...], ...]) -> tuple[str | tuple[int, ...], ...]:
     words = (value,) if isinstance(value, str) else _listed(name, value)
-    # A text becomes at most two lists of ids: with and without a space before it.
-    _at_most(name, len(words) - sum(not isinstance(word, str) for word in words) // 2, MAX_BAD_WORDS)
+    check_bad_words(words, suppressed=MAX_BAD_WORDS)
     found: list[str | tuple[int, ...]] = []
     for word in words:
         if isinstance(word, str):
@@ -323,7 +331,7 @@ def _words(name: str, value: str | tuple[str | tuple[int, ...], ...]) -> tuple[s
             raise InvalidRequest(f"each {name} must be text or a list of token ids, got {word!r:.100}", param=name)
     characters = sum(len(word) for word in found if isinstance(word, str))
     ids = sum(len(word) for word in found if not isinstance(word, str))
-    if characters > MAX_BAD_TEXT or ids > MAX_BAD_TEXT * 2 * MAX_WORD_TOKENS // MAX_STOP_LENGTH:
+    if characters > MAX_BAD_TEXT or ids > MAX_BAD_WORDS + MAX_BAD_TEXT * 2 * MAX_WORD_TOKENS // MAX_STOP_LENGTH:
         raise InvalidRequest(f"{name} may have {MAX_BAD_TEXT} characters together, got more: leave some out", param=name)
     return tuple(found)
 

@@ -34,7 +34,7 @@ class Tokenizer:
     """A model's tokenizer: a vocabulary, such as tokenizer.json, and tokenizer_config.json for roles of tokens and the chat template.
 
     It is thread-safe and does not need transformers. Its text equals that of transformers, except for byte tokens that form no
-    character (see `decode`).
+    character and spaces in the first token (see `decode`).
     """
 
     def __init__(self, directory: Path, source: str | Path | None = None, chat_template: str | Path | None = None) -> None:
@@ -76,7 +76,21 @@ class Tokenizer:
         """Returns a number of tokens that `text` surely has, without tokenizing it. White space does not count: tokenizers may drop it."""
         if self._token_bytes.splits_words:  # a word that it does not know is one token, however long
             return len(text.split())
-        return math.ceil((len(text) - sum(map(text.count, " \n\r\t"))) / self.longest_token)
+        counted = len(text) - sum(map(text.count, " \n\r\t")) if self._known is None else sum(map(self._known.__contains__, text))
+        return math.ceil(counted / self.longest_token)
+
+    @cached_property
+    def _known(self) -> frozenset[str] | None:
+        """The characters that have tokens of their own, if a run of others may be one token or none; None if that cannot be."""
+        from tokenizers import models
+
+        unknown = "\U0010fffd" * 16  # for private use
+        if len(self.encode(unknown, add_special_tokens=False)) >= len(unknown):
+            return None
+        if not isinstance(self._backend.model, (models.BPE, models.Unigram)):  # whole words may be unknown
+            return frozenset()
+        texts = (self._token_bytes.to_bytes(token).decode(errors="ignore") for token in self._backend.get_vocab(with_added_tokens=False))
+        return frozenset(text for text in texts if len(text) == 1 and not text.isspace())
 
     @cached_property
     def longest_token(self) -> int:
@@ -188,7 +202,8 @@ class Tokenizer:
         """Returns the text of `ids`; invalid bytes become U+FFFD, and ids outside the vocabulary are skipped.
 
         The result equals that of the tokenizers package, except that for SentencePiece vocabularies the package replaces a whole run of
-        byte tokens if one of them is invalid; here only the invalid ones are replaced.
+        byte tokens if one of them is invalid; here only the invalid ones are replaced. For Metaspace decoders the package removes all
+        spaces of the first token; here only the one that encoding adds is removed, so that indented text stays as it is.
         """
         skipped = self.special_token_ids if skip_special_tokens else ()
         text = b"".join(self.piece(token) for token in ids if token not in skipped).decode("utf-8", "replace")

@@ -381,6 +381,52 @@ def test_without_a_decoder_tokens_are_words(tmp_path: Path) -> None:
         assert tokenizer.min_tokens(text) <= len(ids)
 
 
+UNIGRAM = models.Unigram([("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0), ("b", -2.0), ("\u2581hello", -3.0), ("ab", -2.5)], 0, False)
+BPE = {"vocab": {"<unk>": 0, "\u2581": 1, "a": 2, "b": 3, "ab": 4, "hello": 5}, "merges": [("a", "b")]}
+WORDS = models.WordLevel({"<unk>": 0, "a": 1, "hello": 2}, unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("model", "least"),
+    [
+        (UNIGRAM, 2000 / 5),
+        (models.BPE(**BPE, unk_token="<unk>", fuse_unk=True), 2000 / 5),
+        (models.BPE(**BPE), 2000 / 5),
+        (models.BPE(**BPE, unk_token="<unk>"), 4000 / 5),
+        (WORDS, 0),
+    ],
+)
+def test_unknown_characters_that_become_one_token_do_not_count(tmp_path: Path, model: Any, least: float) -> None:
+    backend = Backend(model)
+    backend.decoder, backend.pre_tokenizer = decoders.Metaspace(), pre_tokenizers.Metaspace(split=False)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for text in ("\U00012000" * 3000, "a \U00012000" * 500, "ab" * 1000 + "z" * 2000, "hello" * 50, "ahz " * 99, "", "a"):
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.min_tokens("ab" * 1000 + "z" * 2000) == least
+
+
+def test_bytes_that_a_vocabulary_lacks_do_not_count(tmp_path: Path) -> None:
+    backend = Backend(models.BPE({"a": 0, "b": 1, "\u00c3": 2, "\u00a9": 3, "\u00c3\u00a9": 4}, [("\u00c3", "\u00a9")]))
+    backend.decoder, backend.pre_tokenizer = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for text, least in (("\u00e9ab" * 100, 150), ("\u00c5" * 100, 0), ("\u4e00" * 100, 0)):
+        assert tokenizer.min_tokens(text) == least <= len(tokenizer.encode(text))
+
+
+def test_the_first_token_loses_only_the_space_that_encoding_adds(tmp_path: Path) -> None:
+    vocabulary = {
+        token: number for number, token in enumerate(["<unk>", "\u2581", "a", "b", "\u2581\u2581\u2581", "\u2581a\u2581b", "\u2581b"])
+    }
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for ids, text, theirs in (([1, 2, 6], "a b", "a b"), ([4, 2], "  a", "a"), ([5], "a b", "ab"), ([1, 4], "   ", "   ")):
+        assert (tokenizer.decode(ids), backend.decode(ids)) == (text, theirs)
+
+
 NESTED = decoders.Sequence(
     [decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()]), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 )

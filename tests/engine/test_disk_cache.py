@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-import os
 import stat
-import threading
 from concurrent.futures import Future
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import async_engine
 import gguf_recurrent
@@ -15,7 +14,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams, Scheduling
 from chairlift.engine import disk_cache
-from chairlift.engine.disk_cache import StoredPrefix
+from chairlift.engine.disk_cache import DiskCache, StoredPrefix
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Abort, Add
 from chairlift.engine.hosted_engine import HostedEngine
@@ -24,8 +23,6 @@ from chairlift.errors import InvalidSetting
 
 PROMPT = "The chairlift carries skiers up the hill while the sun shines. " * 2
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
-PRINT = "ab" * 16
-ROOT = bytes(16)
 
 
 @pytest.fixture
@@ -306,69 +303,6 @@ def test_engines_without_such_blocks_refuse_the_flag(start, flags):
         start(**flags)
 
 
-def test_a_directory_that_others_can_write_is_refused(tmp_path):
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv").chmod(0o777)
-    with pytest.raises(InvalidSetting, match="writable by nobody else"):
-        PrefixStore(str(tmp_path / "kv"), 1 << 20, PRINT)
-    (tmp_path / "file").touch()
-    with pytest.raises(InvalidSetting, match=r"Not a directory|File exists"):
-        PrefixStore(str(tmp_path / "file"), 1 << 20, PRINT)
-    os.umask(before := os.umask(0o002))
-    try:
-        os.umask(0o002)
-        PrefixStore(str(tmp_path / "a" / "b"), 1 << 20, PRINT)  # it makes its own directory private
-    finally:
-        os.umask(before)
-
-
-def chain(store, count, kv):
-    """Writes blocks that follow each other; returns their names."""
-    names = [ROOT]
-    for index in range(count):
-        tokens = bytes([index] * 8)
-        names.append(store.name(names[-1], tokens))
-        assert store.write(names[-1], names[-2], tokens, kv)
-    return names[1:]
-
-
-def test_the_limit_holds_for_two_writers_and_the_starts_of_prefixes_stay_longest(tmp_path):
-    limit = 100_000
-    stores = [PrefixStore(str(tmp_path / "kv"), limit, print_) for print_ in (PRINT, "cd" * 16)]
-    for round_ in range(30):
-        for store in stores:
-            chain(store, 4, bytes([round_]) * 1000)
-    names = chain(stores[0], 60, b"x" * 1000)
-    chain(stores[1], 60, b"y" * 1000)
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= limit * (1 + 2 / 20)
-    assert sum(store.blocks_evicted for store in stores) > 0
-    again = PrefixStore(str(tmp_path / "kv"), limit, PRINT)
-    assert again.contents == f"{tmp_path / 'kv'} has {len(files(tmp_path))} blocks, 0 of 0 MB"
-    kept = [stores[0].has(name) for name in names]
-    assert 10 < sum(kept) < 60
-    assert kept == sorted(kept, reverse=True)
-
-
-def test_several_threads_write_the_same_block(tmp_path):
-    store = PrefixStore(str(tmp_path / "kv"), 1 << 20, PRINT)
-    failed = []
-
-    def write():
-        for index in range(100):
-            tokens = index.to_bytes(8)
-            if not store.write(store.name(ROOT, tokens), ROOT, tokens, b"k" * 1000):
-                failed.append(index)
-
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert not failed
-    assert len(files(tmp_path)) == 100
-    tokens = (5).to_bytes(8)
-    assert bytes(store.read(store.name(ROOT, tokens), ROOT, tokens)) == b"k" * 1000
-    assert store.read(store.name(ROOT, tokens), ROOT, bytes(8)) is None
-
-
 def test_a_full_disk_is_logged_once_and_disturbs_nothing(start, monkeypatch, tmp_path, caplog):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -379,6 +313,44 @@ def test_a_full_disk_is_logged_once_and_disturbs_nothing(start, monkeypatch, tmp
     assert [record.message.count("No space left") for record in caplog.records] == [1]
     monkeypatch.undo()
     assert files(tmp_path) == []
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """The disk cache of a scheduler whose cache has five first blocks, without an engine."""
+    computed = [(number, number + 1, 0, bytes([number] * 8), "") for number in range(5)]  # number, content, the one before, tokens, group
+    scheduler = SimpleNamespace(remember_users=int, unused=float, stored_blocks=lambda newest: computed[newest:])
+    blocks = SimpleNamespace(read=lambda number: bytes([number] * 1000))
+    cache = DiskCache(scheduler, blocks, None, 8, 2, PrefixStore(str(tmp_path / "kv"), 1 << 20, "ab" * 16))
+    yield cache
+    cache.close()
+
+
+def test_an_error_of_the_store_is_logged_once_and_ends_nothing(cache, monkeypatch, tmp_path, caplog):
+    def fails(*_):
+        raise ValueError("a name that is none")
+
+    monkeypatch.setattr(disk_cache, "WRITE_SECONDS", 0)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(PrefixStore, "write", fails)
+        cache.write_some()
+        cache.save(9.0)
+    assert [(record.message, str(record.exc_info[1])) for record in caplog.records] == [
+        ("--prefix-cache-dir: a block cannot be written", "a name that is none")
+    ]
+    assert cache.stats()["disk_blocks_written"] == len(files(tmp_path)) == 0
+    cache.save(9.0)
+    assert cache.stats()["disk_blocks_written"] == len(files(tmp_path)) == 5
+
+
+def test_a_block_that_cannot_be_written_does_not_keep_the_others_from_it(cache, monkeypatch, tmp_path):
+    write = PrefixStore.write
+    monkeypatch.setattr(
+        PrefixStore, "write", lambda store, name, parent, tokens, kv: tokens[0] != 1 and write(store, name, parent, tokens, kv)
+    )
+    cache.save(9.0)
+    assert sorted(path.read_bytes()[-20] for path in files(tmp_path)) == [0, 2, 3, 4]
+    assert cache.stats()["disk_blocks_written"] == 4
 
 
 def test_the_engine_s_process_finds_what_an_earlier_one_wrote(byte_model, tmp_path):

@@ -9,6 +9,8 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from chairlift.engine.request import Request, add_part, deliver, joined
 from chairlift.engine.validation import encode_bad_words
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput, TokenLogprobs
-from chairlift.sampling import StructuredOutput
+from chairlift.sampling import MAX_BAD_WORDS, StructuredOutput
 from chairlift.tokenizer import Tokenizer
 
 VOCABULARY = 64
@@ -198,6 +200,20 @@ def test_bad_words_are_spelled_as_the_tokenizer_does(model_dir):
     assert words == (*(tuple(tokenizer.encode(text)) for text in texts), (5, 6), tuple(tokenizer.encode(" ")))
     ids_alone = SamplingParams(bad_words=((1, 2),))
     assert encode_bad_words(ids_alone, tokenizer) is ids_alone
+
+
+def test_tokens_that_the_checkpoint_suppresses_do_not_count_as_the_callers_words():
+    tokenizer = cast(Tokenizer, SimpleNamespace(suppressed_token_ids=range(MAX_BAD_WORDS), encode=lambda text, **_: [1000, *text.encode()]))
+    texts = tuple(f"{number:032d}" for number in range(MAX_BAD_WORDS))
+    encoded = encode_bad_words(SamplingParams(bad_words=texts), tokenizer)
+    assert len(encoded.bad_words) == 3 * MAX_BAD_WORDS
+    lists = tuple((number, 5) for number in range(2 * MAX_BAD_WORDS + 1))
+    assert len(encode_bad_words(SamplingParams(bad_words=lists[1:]), tokenizer).bad_words) == 3 * MAX_BAD_WORDS
+    for too_many in (lists, (*lists[:-2], "a")):
+        with pytest.raises(InvalidRequest, match=r"bad_words"):
+            encode_bad_words(SamplingParams(bad_words=too_many), tokenizer)
+    with pytest.raises(InvalidRequest, match=r"bad_words"):
+        SamplingParams(bad_words=(*texts, "a"))
 
 
 def test_tokens_that_the_checkpoint_suppresses_are_never_sampled(llm: LLM, directory: Path, tmp_path: Path):

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -99,7 +99,7 @@ class AsyncEngine(EngineClient):
         self._phases: dict[str, float] = {}
         self._journals = itertools.count()
         self._death: EngineDead | None = EngineDead("the engine has not been started: use 'async with', or await start()")
-        self._started = False
+        self._started = self._closed = False
         self._ended = asyncio.Event()
 
     @property
@@ -133,11 +133,13 @@ class AsyncEngine(EngineClient):
             raise RuntimeError("the engine has been started already; close it first")
         self._stats, self._phases, self._remembered, self._started = Stats(), {}, Remembered(), False
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed = False
         # The process starts first, because importing torch takes longest. The model is located meanwhile.
         self._number = await self._process.attach(self)
         self._death = None
         self._ended.clear()
         try:
+            self._check_open()
             directory = await asyncio.to_thread(locate, self.config.model, self.config.revision, self.config.cache_dir)
             # Another machine has the model elsewhere.
             model = str(directory) if self._process.joined is None else self.config.model
@@ -145,9 +147,9 @@ class AsyncEngine(EngineClient):
             modules = None if self.info.model else {name: path for name, path in self._modules.items() if name in self.adapters}
             config = dataclasses.replace(self.config, model=model, journal=self._next_journal(), lora_modules=modules)
             self._write(dataclasses.replace(self._load, settings=dataclasses.asdict(config)))
-            known = {} if modules is None else modules
             self._tokenizer, _ = await asyncio.gather(asyncio.to_thread(self._read_tokenizer, directory), self._is_ready)
-            await self._reload_adapters(self.adapters.keys() - known.keys())
+            await self._reload_adapters(dict(modules or {}))
+            self._check_open()
         except BaseException:
             await self.close()
             raise
@@ -162,6 +164,7 @@ class AsyncEngine(EngineClient):
 
     async def close(self) -> None:
         """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly."""
+        self._closed = True  # also for a `start` that has not got its number yet
         number, self._number = self._number, None
         if number is None:
             return
@@ -234,18 +237,28 @@ class AsyncEngine(EngineClient):
             raise kind(reply.message, param="lora_name", code=reply.code) if kind is InvalidRequest else kind(reply.message)
         return reply.digest
 
-    async def _reload_adapters(self, names: Iterable[str]) -> None:
-        """Loads adapters into a restarted engine. It serves without those that cannot be read any more."""
-        for name in sorted(names):
-            path = self.adapters[name]
+    async def _reload_adapters(self, loaded: dict[str, str]) -> None:
+        """Loads adapters into a restarted engine, which has `loaded`, until it has those of the others, which may change meanwhile.
+
+        It serves without those that cannot be read any more.
+        """
+        while loaded != self.adapters:
+            if gone := loaded.items() - self.adapters.items():
+                name, path = min(gone)
+                await self._change_adapter(lambda ask, name=name: UnloadAdapter(ask, name))  # type: ignore[misc]
+                del loaded[name]
+                continue
+            name, path = min(self.adapters.items() - loaded.items())
             try:
                 self.digests[name] = await self._change_adapter(lambda ask, name=name, path=path: LoadAdapter(ask, name, path))  # type: ignore[misc]
+                loaded[name] = path
             except EngineDead:
                 raise
             except ChairliftError as error:
                 if self._process.joined is not None:
                     raise  # the other engines have it
-                del self.adapters[name]
+                if self.adapters.get(name) == path:
+                    del self.adapters[name]
                 log.error("adapter %s cannot be loaded again: %s", name, error)
 
     def move_requests(self) -> None:
@@ -296,6 +309,12 @@ class AsyncEngine(EngineClient):
         if not self._started:
             raise EngineDead("the engine is not ready yet")
 
+    def _check_open(self) -> int:
+        """Returns the engine's number in the process. Raises EngineClosed if `close` was called after `start`."""
+        if self._closed or self._number is None:
+            raise EngineClosed("the engine was closed")
+        return self._number
+
     def _next_journal(self) -> str | None:
         """The journal's path. A restarted engine gets a new file."""
         number = next(self._journals)
@@ -315,8 +334,7 @@ class AsyncEngine(EngineClient):
             self._write(frame)
 
     def _write(self, frame: Frame) -> None:
-        assert self._number is not None  # it is started
-        self._process.write(self._number, frame)
+        self._process.write(self._check_open(), frame)
 
     def on_frame(self, frame: Frame) -> None:
         """Handles a frame of the engine, for its process. Raises BadFrame."""

@@ -6,6 +6,7 @@ prefix is read up to the last block with such a file.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +18,8 @@ import numpy as np
 from chairlift import _core
 from chairlift.engine.prefix_store import PrefixStore
 from chairlift.runner.interface import BlockStorage, StateStorage
+
+log = logging.getLogger("chairlift")
 
 WRITE_SECONDS, WRITE_BYTES = 1.0, 64 << 20
 """A working engine writes at most this many bytes in this time, so that the disk stays free for others."""
@@ -68,6 +71,7 @@ class DiskCache:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prefix-cache")
         self._writes: list[Future[bool]] = []
         self._write_due = 0.0
+        self._failed = False
         self.blocks_read = self.blocks_written = 0
         scheduler.remember_users()
 
@@ -127,9 +131,9 @@ class DiskCache:
         self._newest = 0
         for read, write in self._new():
             content = read()
-            if time.monotonic() > until or not write(content):
+            if time.monotonic() > until:
                 break
-            self.blocks_written += 1
+            self._count(partial(write, content))
 
     def close(self) -> None:
         """Ends the threads. Reads and writes that have not begun are dropped."""
@@ -182,8 +186,19 @@ class DiskCache:
             self._names.pop(next(iter(self._names)))
 
     def _count_writes(self) -> None:
-        self.blocks_written += sum(write.result() for write in self._writes if write.done() and not write.cancelled())
+        for write in self._writes:
+            if write.done() and not write.cancelled():
+                self._count(write.result)
         self._writes.clear()
+
+    def _count(self, write: Callable[[], bool]) -> None:
+        """Counts a block that `write` has written. The engine goes on without one that fails; the first error is logged."""
+        try:
+            self.blocks_written += write()
+        except Exception:
+            if not self._failed:
+                log.exception("--prefix-cache-dir: a block cannot be written")
+            self._failed = True
 
     def _state_name(self, block: bytes) -> bytes:
         """The name of the file of the state after a block."""

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,8 @@ log = logging.getLogger("chairlift")
 
 CHECKS = 20
 """The limit is checked once a process has written this part of it. So each process may exceed it by as much for a short time."""
+TEMPORARY_SECONDS = 3600.0
+"""A file that is older and was not renamed is no longer written."""
 _MAGIC = b"chairlift-kv-1\n\0"
 _DIGEST_BYTES = 16
 
@@ -109,20 +112,23 @@ class PrefixStore:
         self._unchecked = 0
         sizes: dict[Path, int] = {}
         used: dict[Path, int] = {}
+        written = time.time() - TEMPORARY_SECONDS
         for path in self._directory.glob("*/*"):
             with suppress(OSError):  # another process has deleted it
                 found = path.stat()
-                sizes[path], used[path] = found.st_size, found.st_mtime_ns
+                if stat.S_ISREG(found.st_mode) and (not path.suffix or found.st_mtime < written):
+                    sizes[path], used[path] = found.st_size, found.st_mtime_ns
         excess = sum(sizes.values()) - self._limit
         if excess <= 0:
             return sizes
         excess += self._limit // 10
-        parents = {path: path.with_name(_parent(path)) for path in sizes}
+        parents = {path: path.parent / _parent(path) for path in sizes}
         # A block counts as used later than the blocks after it. From the latest on, each path climbs only to one that is later.
         for path in sorted(sizes, key=lambda path: -used[path]):
-            while (above := parents[path]) in used and used[above] <= used[path]:
+            climbed = {path}  # damaged files may name each other
+            while (above := parents[path]) in used and used[above] <= used[path] and above not in climbed:
                 used[above] = used[path] + 1
-                path = above
+                climbed.add(path := above)
         for path in sorted(sizes, key=lambda path: used[path]):
             if excess <= 0:
                 break
@@ -149,7 +155,7 @@ def store_directory(directory: str) -> Path:
 
 
 def _parent(path: Path) -> str:
-    """The name of the block before the one in a file."""
+    """The name of the block before the one in a file; "" if the file is short, or another process has deleted it."""
     at = len(_MAGIC) + _DIGEST_BYTES
     try:
         with path.open("rb") as file:

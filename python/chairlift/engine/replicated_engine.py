@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.stats import Stats
 from chairlift.engine.trim import trim
-from chairlift.errors import ChairliftError, EngineDead
+from chairlift.errors import ChairliftError, EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput, Timeline
 
 if TYPE_CHECKING:
@@ -141,20 +142,38 @@ class ReplicatedEngine(ModelClient):
 
     async def load_lora_adapter(self, name: str, path: str) -> None:
         """Loads a LoRA adapter into all engines: see `AsyncEngine.load_lora_adapter`. If one refuses it, none has it."""
-        loaded: list[AsyncEngine] = []
+        first = self._ready_engines()[0]
+        await first.load_lora_adapter(name, path)
         try:
-            for engine in self._ready_engines():
-                await engine.load_lora_adapter(name, path)
-                loaded.append(engine)
+            for engine in self._ready_engines():  # one that becomes ready later has loaded it itself
+                if engine is not first:
+                    await engine.load_lora_adapter(name, path)
         except ChairliftError:
-            for engine in loaded:
-                await engine.unload_lora_adapter(name)
+            with suppress(ChairliftError):  # the first error says more
+                await self.unload_lora_adapter(name)
             raise
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Frees an adapter's memory in all engines. Raises InvalidRequest if it is not loaded, or while requests use it."""
-        for engine in self._ready_engines():
-            await engine.unload_lora_adapter(name)
+        """Frees an adapter's memory in all engines. Raises InvalidRequest if none has loaded it, or while requests use it.
+
+        After an error some engines may still have it. Its name stays known, so that it can be unloaded again.
+        """
+        path, found = self.adapters.get(name), False
+        asked: list[AsyncEngine] = []
+        errors: list[ChairliftError] = []
+        while (engine := next((one for one in self._ready_engines() if one not in asked), None)) is not None:
+            asked.append(engine)
+            try:
+                await engine.unload_lora_adapter(name)
+                found = True
+            except ChairliftError as error:
+                errors.append(error)
+            if path is not None:
+                self.adapters[name] = path
+        if refused := [error for error in errors if not (isinstance(error, InvalidRequest) and error.code == "adapter_not_found")]:
+            raise refused[0]
+        if self.adapters.pop(name, None) is None and not found:
+            raise errors[0]
 
     def abort_dropped(self, tag: int) -> None:
         """Ends the request that continues a live sequence, because that was dropped."""
@@ -204,7 +223,8 @@ class ReplicatedEngine(ModelClient):
 
     def _choose(self, stream: Stream, session: str | None) -> Replica:
         """Chooses the engine for a request. A live sequence goes to the engine that has its KV."""
-        handle = None if stream.sequence is None else stream.sequence.handle
+        # One that was dropped while the request was prepared has no home any more.
+        handle = None if stream.sequence is None or stream.sequence.dropped else stream.sequence.handle
         if handle is not None and (home := self._homes.get(handle)) is not None and home.ready:
             return home
         ready = [replica for replica in self._replicas if replica.ready]

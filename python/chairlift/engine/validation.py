@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ContextExceeded, InvalidRequest
-from chairlift.sampling import SamplingParams
+from chairlift.sampling import SamplingParams, check_bad_words
 
 if TYPE_CHECKING:
     from chairlift.engine.engine_info import EngineInfo
@@ -124,8 +124,9 @@ def check_dimensions(dimensions: int | None, info: EngineInfo) -> int:
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """Returns the parameters with the texts of `bad_words` encoded, both as they are and after a space.
 
-    The tokens that the model never samples become bad words, too.
+    The tokens that the model never samples become bad words, too. Raises InvalidRequest for more words than a caller may have.
     """
+    check_bad_words(params.bad_words)
     suppressed = () if params.embed else tokenizer.suppressed_token_ids
     if not suppressed and not any(isinstance(word, str) for word in params.bad_words):
         return params
