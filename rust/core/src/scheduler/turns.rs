@@ -68,7 +68,7 @@ impl Scheduler {
     /// Adds a fork to the session of its parent.
     pub(super) fn join_parents_session(&mut self, id: SeqId, parent: SeqId) {
         if let Some(of) = self.seqs[parent].session() {
-            self.sessions.fork(of);
+            self.sessions.fork(of, parent);
             let owner = self.sessions.owner(of);
             self.seqs[id].set_session(of, owner);
         }
@@ -152,6 +152,11 @@ impl Scheduler {
         if seq.waits_for_session() {
             self.sessions.leave_line(of, id, now, &mut self.kv);
             return;
+        }
+        if seq.phase() == Phase::WaitingOnParent
+            && let Some(parent) = seq.parent()
+        {
+            self.sessions.release_fork(of, parent);
         }
         let names = seq.blocks.names();
         let answered = answered && names.len() as u32 * size > seq.spec().prompt_len;

@@ -86,7 +86,7 @@ impl Sessions {
             session.enter_queue();
         } else {
             let known = (u64::from(joined.known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
-            session.waiting.push(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due });
+            session.waiting.push(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due, forks: 0 });
             if session.waiting.len() == 1 {
                 kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
                 if joined.no_line {
@@ -98,9 +98,14 @@ impl Sessions {
         !enters
     }
 
-    /// Records another answer to a request of a session.
-    pub(crate) fn fork(&mut self, of: SessionRef) {
-        self.change(of.session, |session| session.fork_request(of.thread));
+    /// Records another answer to a request of a session, the `parent`.
+    pub(crate) fn fork(&mut self, of: SessionRef, parent: SeqId) {
+        self.change(of.session, |session| session.fork_request(of.thread, parent));
+    }
+
+    /// Records that a fork that waits for its `parent` is about to [leave](Self::leave).
+    pub(crate) fn release_fork(&mut self, of: SessionRef, parent: SeqId) {
+        self.change(of.session, |session| session.release_fork(parent));
     }
 
     /// Ends a request in the queue. `names` are those of the full blocks of its context; `answered` is set if the last one has a token

@@ -47,6 +47,8 @@ pub(crate) struct Wait {
     pub(super) arrived: Time,
     /// When it no longer waits for the turn.
     pub(super) due: Time,
+    /// Forks of the request. They wait for it, and hold no blocks.
+    pub(super) forks: u32,
 }
 
 /// A chain of requests of which each continues the one before. A subagent is a thread of the session that began it.
@@ -218,10 +220,28 @@ impl Session {
         self.requests += 1;
     }
 
-    /// Records another answer to a request of a thread.
-    pub(super) fn fork_request(&mut self, thread: u32) {
+    /// Takes the requests that wait for the session's turn. They and their forks join the queue.
+    pub(super) fn take_waiting(&mut self) -> Vec<Wait> {
+        let waiting = std::mem::take(&mut self.waiting);
+        self.requests += waiting.iter().map(|wait| 1 + wait.forks).sum::<u32>();
+        waiting
+    }
+
+    /// Records another answer to a request of a thread, the `parent`.
+    pub(super) fn fork_request(&mut self, thread: u32, parent: SeqId) {
         self.threads[thread as usize].requests += 1;
-        self.requests += 1;
+        match self.waiting.iter_mut().find(|wait| wait.seq == parent) {
+            Some(wait) => wait.forks += 1,
+            None => self.requests += 1,
+        }
+    }
+
+    /// Counts a fork of a request that waits for the session's turn as one in the queue, because it ends.
+    pub(super) fn release_fork(&mut self, parent: SeqId) {
+        if let Some(wait) = self.waiting.iter_mut().find(|wait| wait.seq == parent) {
+            wait.forks -= 1;
+            self.requests += 1;
+        }
     }
 
     /// Ends a request of a thread in the queue, with the names of the context's full blocks.
@@ -238,9 +258,10 @@ impl Session {
         }
     }
 
-    /// Ends a request that waited for the session's turn.
+    /// Ends a request that waited for the session's turn. Its forks join the queue.
     pub(super) fn cancel_wait(&mut self, thread: u32, seq: SeqId, now: Time) {
-        self.waiting.retain(|wait| wait.seq != seq);
+        let at = self.waiting.iter().position(|wait| wait.seq == seq).expect("it waits");
+        self.requests += self.waiting.remove(at).forks;
         self.quiet_since = now;
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
@@ -288,7 +309,8 @@ impl Session {
     /// Panics unless the counts agree with the threads.
     pub(super) fn check(&self) {
         let requests: u32 = self.threads.iter().map(|thread| thread.requests).sum();
-        assert_eq!(requests, self.requests + self.waiting.len() as u32, "requests of a session");
+        let waiting: u32 = self.waiting.iter().map(|wait| 1 + wait.forks).sum();
+        assert_eq!(requests, self.requests + waiting, "requests of a session");
         assert!(self.waiting.is_empty() || !self.is_active(), "a request waits for the turn of an active session");
     }
 }

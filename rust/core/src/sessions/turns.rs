@@ -128,11 +128,7 @@ impl Sessions {
         kv.rank_owner(self.directory[id].owner, EvictionClass::Active);
         self.change(id, |session| {
             session.state = State::Active { since: now };
-            let waiting = std::mem::take(&mut session.waiting);
-            for _ in &waiting {
-                session.enter_queue();
-            }
-            waiting
+            session.take_waiting()
         })
     }
 

@@ -1,0 +1,86 @@
+//! What requests that end early, share a name or have forks leave in their sessions.
+
+use crate::lab::{Cost, Lab, ask, plenty};
+use chairlift_core::{Config, Fcfs, Request, Time, Token};
+
+const SECOND: Time = 1_000_000;
+/// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
+const PROMPT: u32 = 1190;
+
+fn config() -> Config {
+    Config { num_kv_blocks: 201, max_num_seqs: 8, max_session_wait: 1 << 50, ..plenty(&Fcfs) }
+}
+
+/// A turn of the session with this number, whose prompt is the same in each turn.
+fn turn(tag: u64, session: u64) -> Request {
+    let prompt = (0..PROMPT).map(|at| if at == 0 { 3_000_000 + session as Token } else { 10 }).collect();
+    Request { prompt, session: Some(session.to_string().into()), ..ask(tag, 1, 10) }
+}
+
+/// Runs until all requests but those of parked sessions have ended.
+fn run(lab: &mut Lab) {
+    while lab.try_step().is_some() {}
+}
+
+/// Two active sessions fill the cache.
+fn two_active(config: Config) -> Lab {
+    let mut lab = Lab::taught(config, Cost(1000, 1000, 10));
+    for session in 1..3 {
+        lab.add(turn(session, session));
+        run(&mut lab);
+    }
+    lab
+}
+
+#[test]
+fn forks_of_a_request_in_the_line_keep_no_session_from_coming_in() {
+    // Sessions 1 and 2 always have a request. When does session 3 come in?
+    let comes_in = |forks: &[(u64, u64)]| {
+        let mut lab = two_active(config());
+        lab.check_every = 50;
+        let (start, mut tag, mut open) = (lab.now, 10, Vec::new());
+        for round in 0.. {
+            open.retain(|(_, tag)| !lab.ended.contains_key(tag));
+            for session in 1..3 {
+                let count = open.iter().filter(|(of, _)| *of == session).count();
+                if count == 0 || count == 1 && round % 5 == 0 {
+                    tag += 1;
+                    lab.add(turn(tag, session));
+                    open.push((session, tag));
+                }
+            }
+            if round == 20 {
+                lab.add(turn(3, 3));
+                lab.add(turn(4, 4));
+                for &(parent, fork) in forks {
+                    lab.fork(parent, fork);
+                }
+            }
+            assert!(lab.now < start + 60 * SECOND, "{forks:?} keep it waiting");
+            lab.step_or_wait();
+            if lab.started.contains(&3) {
+                break;
+            }
+        }
+        lab.now - start
+    };
+    let alone = comes_in(&[]);
+    // Forks of its own request, of another one that waits, and a fork of a fork.
+    for forks in [vec![(3, 1003)], vec![(4, 1004)], vec![(3, 1003), (1003, 2003)]] {
+        assert_eq!(comes_in(&forks), alone, "{forks:?}");
+    }
+}
+
+#[test]
+fn forks_in_the_line_run_when_their_parent_was_cancelled_and_leave_nothing_when_they_were() {
+    for cancelled in [3, 1003] {
+        let mut lab = two_active(config());
+        lab.add(turn(3, 3));
+        lab.fork(3, 1003);
+        lab.fork(1003, 2003);
+        lab.abort(cancelled);
+        lab.finish();
+        let ended = [3, 1003, 2003].map(|tag| lab.ended[&tag].output_tokens);
+        assert_eq!(ended, [3, 1003, 2003].map(|tag| if tag == cancelled { 0 } else { 10 }));
+    }
+}
