@@ -1,6 +1,5 @@
 //! Which session a request belongs to, and what it leaves there.
 
-use super::answers::Answer;
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use super::turns::Sessions;
 use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
@@ -120,7 +119,7 @@ impl Sessions {
         };
         kv.rank_owner(session.owner, class);
         if let Some(&end) = names.last().filter(|_| answered) {
-            self.answers.add(end, Answer { user: session.user, session: Some(of.session) });
+            self.answers.add(session.user, end, Some(of.session));
         }
         self.forget_if_ended(of.session, kv);
     }
@@ -157,7 +156,7 @@ impl Sessions {
 
     /// Remembers an answer of a request without a session.
     pub(crate) fn remember_answer(&mut self, user: User, end: BlockHash) {
-        self.answers.add(end, Answer { user, session: None });
+        self.answers.add(user, end, None);
     }
 
     /// Whether a session was not forgotten.
@@ -174,7 +173,7 @@ impl Sessions {
     fn find<'a>(&mut self, joins: &Joins<'a>, kv: &mut Kv) -> Option<(SessionId, Option<&'a Arc<str>>)> {
         let Joins { user, tenant, session, parent, .. } = *joins;
         let Some(name) = session else {
-            let (answer, _) = joins.by_prompt.then(|| self.answers.continued(user, joins.names))??;
+            let answer = joins.by_prompt.then(|| self.answers.continued(user, joins.names))??;
             let known = answer.session.filter(|&id| self.directory.contains(id));
             return Some((known.unwrap_or_else(|| self.open(user, tenant, None, kv)), None));
         };

@@ -1,7 +1,7 @@
 //! What requests that end early, share a name or have forks leave in their sessions.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Fcfs, Request, Time, Token};
+use chairlift_core::{Config, Fcfs, Request, SessionTurns, Time, Token};
 
 const SECOND: Time = 1_000_000;
 /// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
@@ -83,4 +83,23 @@ fn forks_in_the_line_run_when_their_parent_was_cancelled_and_leave_nothing_when_
         let ended = [3, 1003, 2003].map(|tag| lab.ended[&tag].output_tokens);
         assert_eq!(ended, [3, 1003, 2003].map(|tag| if tag == cancelled { 0 } else { 10 }));
     }
+}
+
+#[test]
+fn another_tenants_equal_answer_takes_no_session() {
+    let mut lab = Lab::taught(Config { session_turns: SessionTurns::All, ..config() }, Cost(1000, 1000, 10));
+    let first = Request { session: None, max_new_tokens: 30, ..turn(7, 7) };
+    let continued = [first.prompt.clone(), vec![7; 30], vec![9; 5]].concat();
+    lab.add(first.clone());
+    run(&mut lab);
+    lab.add(Request { tag: 70, tenant: "stranger".into(), ..first });
+    run(&mut lab);
+    for session in 1..3 {
+        lab.add(turn(session, session));
+        run(&mut lab);
+    }
+    lab.add(Request { prompt: continued, session: None, ..turn(8, 7) });
+    run(&mut lab);
+    assert!(!lab.started.contains(&8), "it waits for its session's turn");
+    lab.finish();
 }
