@@ -59,6 +59,8 @@ pub(super) struct Thread {
     /// Its latest context.
     marks: Marks,
     tokens: u32,
+    /// The context before its requests, and its tokens, until one of them has run.
+    before: Option<(Marks, u32)>,
     /// Requests that wait or run.
     requests: u32,
     quiet_since: Time,
@@ -208,7 +210,10 @@ impl Session {
             forgotten.extend(thread.name.take());
             thread.name = subagent.cloned();
         }
-        (thread.marks, thread.tokens) = (Marks::of(names), tokens);
+        let before = (std::mem::replace(&mut thread.marks, Marks::of(names)), std::mem::replace(&mut thread.tokens, tokens));
+        if thread.requests == 0 {
+            thread.before = Some(before);
+        }
         thread.requests += 1;
         self.count_blocks();
         (self.awaits_user, self.ended) = (false, false);
@@ -251,6 +256,7 @@ impl Session {
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
         thread.quiet_since = now;
+        thread.before = None;
         thread.tokens = tokens;
         if !thread.marks.is_of(names) {
             thread.marks = Marks::of(names);
@@ -258,7 +264,8 @@ impl Session {
         }
     }
 
-    /// Ends a request that waited for the session's turn. Its forks join the queue.
+    /// Ends a request that waited for the session's turn. Its forks join the queue. A thread without another request has its context from
+    /// before.
     pub(super) fn cancel_wait(&mut self, thread: u32, seq: SeqId, now: Time) {
         let at = self.waiting.iter().position(|wait| wait.seq == seq).expect("it waits");
         self.requests += self.waiting.remove(at).forks;
@@ -266,6 +273,12 @@ impl Session {
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
         thread.quiet_since = now;
+        if thread.requests == 0
+            && let Some(before) = thread.before.take()
+        {
+            (thread.marks, thread.tokens) = before;
+            self.count_blocks();
+        }
     }
 
     /// Ends the thread of a subagent, unless it has requests. Returns whether it ended.

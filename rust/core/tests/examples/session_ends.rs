@@ -1,7 +1,7 @@
 //! What requests that end early, share a name or have forks leave in their sessions.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Fcfs, Request, SessionTurns, Time, Token};
+use chairlift_core::{Config, Fcfs, Request, SessionEvent, SessionTurns, Tier, Time, Token};
 
 const SECOND: Time = 1_000_000;
 /// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
@@ -101,5 +101,69 @@ fn another_tenants_equal_answer_takes_no_session() {
     lab.add(Request { prompt: continued, session: None, ..turn(8, 7) });
     run(&mut lab);
     assert!(!lab.started.contains(&8), "it waits for its session's turn");
+    lab.finish();
+}
+
+/// A turn whose prompt takes 182 blocks and begins as no other does.
+fn long_turn(tag: u64, session: u64) -> Request {
+    Request { prompt: (0..2900).map(|at| 5_000_000 + at).collect(), ..turn(tag, session) }
+}
+
+/// A turn of 25 blocks.
+fn short_turn(tag: u64, session: u64) -> Request {
+    let mut request = turn(tag, session);
+    request.prompt.truncate(400);
+    request
+}
+
+#[test]
+fn a_prompt_that_was_cancelled_in_the_line_keeps_no_later_one_waiting() {
+    let mut lab = two_active(config());
+    lab.add(long_turn(3, 3));
+    run(&mut lab);
+    assert!(!lab.started.contains(&3));
+    lab.abort(3);
+    lab.add(short_turn(4, 3));
+    run(&mut lab);
+    assert!(lab.started.contains(&4), "it fits beside the active sessions");
+    lab.finish();
+}
+
+#[test]
+fn a_prompt_that_was_cancelled_in_the_line_takes_nobodys_turn() {
+    let mut lab = two_active(config());
+    // Somebody waits.
+    lab.add(turn(3, 3));
+    run(&mut lab);
+    let urgent = |request| Request { tier: Tier::Priority, ..request };
+    lab.add(urgent(long_turn(4, 4)));
+    lab.abort(4);
+    lab.add(urgent(short_turn(5, 4)));
+    for (tag, session) in [(6, 1), (7, 2)] {
+        run(&mut lab);
+        lab.add(turn(tag, session));
+    }
+    run(&mut lab);
+    assert_eq!([5, 6, 7].map(|tag| lab.started.contains(&tag)), [true; 3]);
+    lab.finish();
+}
+
+#[test]
+fn a_session_has_its_context_again_when_the_prompt_that_continued_it_was_cancelled_in_the_line() {
+    // Session 1 loses its turn to session 3, and sends a prompt that goes on for long.
+    let mut lab = two_active(config());
+    lab.add(turn(3, 3));
+    lab.finish();
+    let first = turn(4, 1);
+    lab.add(Request { prompt: [first.prompt.clone(), (0..1500).collect()].concat(), ..first });
+    run(&mut lab);
+    assert!(!lab.started.contains(&4));
+    lab.abort(4);
+    assert!(lab.scheduler.note_session("", &"3".into(), SessionEvent::Ended, lab.now));
+    for (tag, session) in [(5, 1), (6, 2)] {
+        lab.add(turn(tag, session));
+        run(&mut lab);
+        assert!(lab.started.contains(&tag), "session 1 takes the place of session 3, and not that of session 2");
+    }
     lab.finish();
 }
