@@ -56,7 +56,7 @@ impl Sessions {
         (session.tenant, session.tier) = (joins.tenant, joins.tier);
         let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
         for name in &forgotten {
-            self.directory.forget_name(joins.user, name);
+            self.directory.forget_name(id, name);
         }
         if let Some(name) = subagent {
             self.directory.name(id, name);
@@ -146,9 +146,8 @@ impl Sessions {
                 self.forget_if_ended(id, kv);
             }
             SessionEvent::Ended => {
-                if self.change(id, |session| session.end_subagent(name)) {
-                    self.directory.forget_name(user, name);
-                }
+                self.change(id, |session| session.end_subagent(name));
+                self.directory.forget_name(id, name);
             }
         }
         true

@@ -281,12 +281,12 @@ impl Session {
         }
     }
 
-    /// Ends the thread of a subagent, unless it has requests. Returns whether it ended.
-    pub(super) fn end_subagent(&mut self, name: &Arc<str>) -> bool {
-        let thread = self.threads.iter_mut().find(|thread| thread.name.as_ref() == Some(name) && thread.requests == 0);
-        let ended = thread.map(|thread| *thread = Thread::default()).is_some();
+    /// Ends the threads of a subagent that have no requests.
+    pub(super) fn end_subagent(&mut self, name: &Arc<str>) {
+        for thread in self.threads.iter_mut().filter(|thread| thread.name.as_ref() == Some(name) && thread.requests == 0) {
+            *thread = Thread::default();
+        }
         self.count_blocks();
-        ended
     }
 
     /// A thread for a new context: one without a context, a new one, or the one that has been quiet for the longest time. If too many have

@@ -167,3 +167,43 @@ fn a_session_has_its_context_again_when_the_prompt_that_continued_it_was_cancell
     }
     lab.finish();
 }
+
+/// A prompt of subagent `s` of session 1.
+fn of_subagent(tag: u64, new: u32) -> Request {
+    let prompt = [vec![77], vec![tag as Token; 300]].concat();
+    Request { prompt, session: Some("s".into()), parent_session: Some("1".into()), max_new_tokens: new, ..turn(tag, 1) }
+}
+
+fn knows(lab: &mut Lab, name: &str) -> bool {
+    lab.scheduler.note_session("", &name.into(), SessionEvent::AwaitsUser, lab.now)
+}
+
+#[test]
+fn a_subagents_name_is_known_while_it_has_a_request() {
+    let mut lab = two_active(config());
+    lab.add(of_subagent(3, 5));
+    lab.add(of_subagent(4, 200));
+    lab.step_until_ended(3);
+    // The main agent goes on, so that the subagent's other thread is over.
+    lab.add(turn(5, 1));
+    lab.step();
+    assert!(!lab.ended.contains_key(&4) && knows(&mut lab, "s"));
+    // A request that does not name the main agent is one of the subagent, and no session of its own.
+    lab.add(Request { parent_session: None, ..of_subagent(6, 5) });
+    lab.step_until_ended(6);
+    assert!(lab.scheduler.note_session("", &"1".into(), SessionEvent::Ended, lab.now));
+    run(&mut lab);
+    assert!(!knows(&mut lab, "s"), "it ended with its session");
+}
+
+#[test]
+fn all_threads_of_a_subagent_end_with_it() {
+    let mut lab = two_active(config());
+    let before = lab.scheduler.blocks_used().wanted;
+    lab.add(of_subagent(3, 5));
+    lab.add(of_subagent(4, 5));
+    run(&mut lab);
+    assert!(lab.scheduler.blocks_used().wanted > before);
+    assert!(lab.scheduler.note_session("", &"s".into(), SessionEvent::Ended, lab.now));
+    assert_eq!((lab.scheduler.blocks_used().wanted, knows(&mut lab, "s")), (before, false));
+}
