@@ -11,6 +11,8 @@ use std::sync::Arc;
 const FILL: (usize, usize) = (98, 99);
 /// Hundredths of the blocks that a short context takes at most.
 const SHORT: usize = 5;
+/// Number of a session's waiting requests whose contexts are looked up in each plan.
+const LOOKED_UP: usize = 64;
 /// Microseconds after which a plan without a step looks at parked sessions again.
 const LOOKS_AGAIN: Time = 100_000;
 
@@ -194,10 +196,11 @@ impl Scheduler {
         (self.running_blocks(false) + self.sessions.load() as usize).min(self.kv.kept())
     }
 
-    /// What the waiting requests of a session had computed before and is not on the device.
+    /// What the waiting requests of a session had computed before and is not on the device, as far as they are among the first
+    /// [`LOOKED_UP`].
     fn session_reload(&mut self, session: SessionId) -> Reload {
         let mut reload = Reload::default();
-        for at in 0..self.sessions.waiting(session).len() {
+        for at in 0..self.sessions.waiting(session).len().min(LOOKED_UP) {
             let wait = self.sessions.waiting(session)[at];
             reload.add(self.reload(wait));
         }

@@ -85,8 +85,8 @@ impl Sessions {
             session.enter_queue();
         } else {
             let known = (u64::from(joined.known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
-            session.waiting.push(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due, forks: 0 });
-            if session.waiting.len() == 1 {
+            session.wait_for_turn(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due, forks: 0 });
+            if session.waiting().len() == 1 {
                 kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
                 if joined.no_line {
                     self.line.begin(now);
@@ -114,7 +114,7 @@ impl Sessions {
         let session = &self.directory[of.session];
         let class = match session.state {
             State::Active { .. } => EvictionClass::Active,
-            State::Parked if session.waiting.is_empty() => EvictionClass::Parked,
+            State::Parked if session.waiting().is_empty() => EvictionClass::Parked,
             State::Parked => EvictionClass::ParkedWaiting,
         };
         kv.rank_owner(session.owner, class);
@@ -128,7 +128,7 @@ impl Sessions {
     pub(crate) fn leave_line(&mut self, of: SessionRef, seq: SeqId, now: Time, kv: &mut Kv) {
         self.change(of.session, |session| session.cancel_wait(of.thread, seq, now));
         let session = &self.directory[of.session];
-        if session.waiting.is_empty() {
+        if session.waiting().is_empty() {
             kv.rank_owner(session.owner, EvictionClass::Parked);
         }
         self.forget_if_ended(of.session, kv);

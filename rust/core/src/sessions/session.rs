@@ -87,7 +87,9 @@ pub(crate) struct Session {
     blocks: u32,
     pub(super) state: State,
     /// Requests that wait for the session's turn, in the order of arrival.
-    pub(super) waiting: Vec<Wait>,
+    waiting: Vec<Wait>,
+    /// When the first of them is due.
+    due: Time,
     /// Requests in the queue or running.
     requests: u32,
     quiet_since: Time,
@@ -114,6 +116,7 @@ impl Session {
             blocks: 0,
             state: State::Parked,
             waiting: Vec::new(),
+            due: Time::MAX,
             requests: 0,
             quiet_since: 0,
             kept_block_us: 0,
@@ -225,9 +228,26 @@ impl Session {
         self.requests += 1;
     }
 
+    /// The requests that wait for the session's turn.
+    pub(super) fn waiting(&self) -> &[Wait] {
+        &self.waiting
+    }
+
+    /// When a request comes in whatever happens, if any waits for the session's turn.
+    pub(super) fn due(&self) -> Time {
+        self.due
+    }
+
+    /// Adds a request that waits for the session's turn.
+    pub(super) fn wait_for_turn(&mut self, wait: Wait) {
+        self.due = self.due.min(wait.due);
+        self.waiting.push(wait);
+    }
+
     /// Takes the requests that wait for the session's turn. They and their forks join the queue.
     pub(super) fn take_waiting(&mut self) -> Vec<Wait> {
         let waiting = std::mem::take(&mut self.waiting);
+        self.due = Time::MAX;
         self.requests += waiting.iter().map(|wait| 1 + wait.forks).sum::<u32>();
         waiting
     }
@@ -269,6 +289,7 @@ impl Session {
     pub(super) fn cancel_wait(&mut self, thread: u32, seq: SeqId, now: Time) {
         let at = self.waiting.iter().position(|wait| wait.seq == seq).expect("it waits");
         self.requests += self.waiting.remove(at).forks;
+        self.due = self.least_due();
         self.quiet_since = now;
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
@@ -309,6 +330,10 @@ impl Session {
         }
     }
 
+    fn least_due(&self) -> Time {
+        self.waiting.iter().map(|wait| wait.due).min().unwrap_or(Time::MAX)
+    }
+
     fn count_blocks(&mut self) {
         let mut blocks = 0;
         for (at, thread) in self.threads.iter().enumerate() {
@@ -323,7 +348,7 @@ impl Session {
     pub(super) fn check(&self) {
         let requests: u32 = self.threads.iter().map(|thread| thread.requests).sum();
         let waiting: u32 = self.waiting.iter().map(|wait| 1 + wait.forks).sum();
-        assert_eq!(requests, self.requests + waiting, "requests of a session");
+        assert_eq!((requests, self.due), (self.requests + waiting, self.least_due()), "requests of a session, and when the first is due");
         assert!(self.waiting.is_empty() || !self.is_active(), "a request waits for the turn of an active session");
     }
 }

@@ -98,9 +98,9 @@ impl Sessions {
         let key = self.line_key(of.session)?;
         let session = &self.directory[of.session];
         // Another request of the session may be due before, but it may also end before.
-        let own = session.waiting.iter().find(|wait| wait.seq == seq)?.due;
+        let own = session.waiting().iter().find(|wait| wait.seq == seq)?.due;
         let expected = self.line.expected(key, self.reload(of.session, model) / reloads::SHARE, now);
-        let [expected, longest] = [(expected as Time).min(due(session).saturating_sub(now)), own.saturating_sub(now)];
+        let [expected, longest] = [(expected as Time).min(session.due().saturating_sub(now)), own.saturating_sub(now)];
         Some(SessionWait { expected, longest })
     }
 
@@ -111,7 +111,7 @@ impl Sessions {
 
     /// The requests of a session that wait for its turn.
     pub(crate) fn waiting(&self, id: SessionId) -> &[Wait] {
-        &self.directory[id].waiting
+        self.directory[id].waiting()
     }
 
     /// Whether a parked session fits beside the active ones, if their contexts may take `blocks`.
@@ -122,7 +122,7 @@ impl Sessions {
     /// Begins the turn of a parked session with its `reload`, and returns its requests.
     pub(crate) fn activate(&mut self, id: SessionId, reload: Reload, now: Time, kv: &mut Kv) -> Vec<Wait> {
         self.reloads.begin(reload);
-        if !self.directory[id].waiting.is_empty() {
+        if !self.directory[id].waiting().is_empty() {
             self.line.advance(now);
         }
         kv.rank_owner(self.directory[id].owner, EvictionClass::Active);
@@ -196,7 +196,7 @@ impl Sessions {
             State::Parked => {
                 self.leaving += session.leaving();
                 if let Some(key) = self.line_key(id) {
-                    self.line.add(key, due(session));
+                    self.line.add(key, session.due());
                 }
             }
         }
@@ -217,7 +217,7 @@ impl Sessions {
             }
             State::Parked => {
                 self.leaving -= session.leaving();
-                let due = due(session);
+                let due = session.due();
                 if let Some(key) = self.line_key(id) {
                     self.line.remove(key, due);
                 }
@@ -228,7 +228,7 @@ impl Sessions {
     /// A parked session's key in the line, if requests wait.
     fn line_key(&self, id: SessionId) -> Option<Key> {
         let session = &self.directory[id];
-        let first = session.waiting.first()?;
+        let first = session.waiting().first()?;
         Some((if self.by_tenant { session.tenant } else { 0 }, session.tier, first.arrived, id))
     }
 
@@ -237,7 +237,7 @@ impl Sessions {
         let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting) = ([0; TIERS], 0, 0, 0, 0, 0);
         for (id, session) in self.directory.iter() {
             session.check();
-            waiting += session.waiting.len();
+            waiting += session.waiting().len();
             match session.state {
                 State::Active { since } => {
                     loads[session.tier as usize] += session.blocks();
@@ -253,7 +253,7 @@ impl Sessions {
                     leaving += session.leaving();
                     if let Some(key) = self.line_key(id) {
                         line += 1;
-                        assert!(self.line.has(key, due(session)), "the line");
+                        assert!(self.line.has(key, session.due()), "the line");
                     }
                 }
             }
@@ -272,9 +272,4 @@ impl Sessions {
 /// so far is expected to take the longest time from now on.
 fn quiet_key(id: SessionId, session: &Session) -> (Time, SessionId) {
     (session.quiet_since().saturating_sub(if session.awaits_user { USERS_TAKE } else { 0 }), id)
-}
-
-/// When a session comes in whatever happens.
-fn due(session: &Session) -> Time {
-    session.waiting.iter().map(|wait| wait.due).min().unwrap_or(Time::MAX)
 }
