@@ -90,6 +90,8 @@ pub(crate) struct Session {
     waiting: Vec<Wait>,
     /// When the first of them is due.
     due: Time,
+    /// Forks of all of them.
+    forks: u32,
     /// Requests in the queue or running.
     requests: u32,
     quiet_since: Time,
@@ -117,6 +119,7 @@ impl Session {
             state: State::Parked,
             waiting: Vec::new(),
             due: Time::MAX,
+            forks: 0,
             requests: 0,
             quiet_since: 0,
             kept_block_us: 0,
@@ -238,6 +241,11 @@ impl Session {
         self.due
     }
 
+    /// Forks of the requests that wait for the session's turn.
+    pub(super) fn waiting_forks(&self) -> u32 {
+        self.forks
+    }
+
     /// Adds a request that waits for the session's turn.
     pub(super) fn wait_for_turn(&mut self, wait: Wait) {
         self.due = self.due.min(wait.due);
@@ -248,7 +256,7 @@ impl Session {
     pub(super) fn take_waiting(&mut self) -> Vec<Wait> {
         let waiting = std::mem::take(&mut self.waiting);
         self.due = Time::MAX;
-        self.requests += waiting.iter().map(|wait| 1 + wait.forks).sum::<u32>();
+        self.requests += waiting.len() as u32 + std::mem::take(&mut self.forks);
         waiting
     }
 
@@ -256,7 +264,10 @@ impl Session {
     pub(super) fn fork_request(&mut self, thread: u32, parent: SeqId) {
         self.threads[thread as usize].requests += 1;
         match self.waiting.iter_mut().find(|wait| wait.seq == parent) {
-            Some(wait) => wait.forks += 1,
+            Some(wait) => {
+                wait.forks += 1;
+                self.forks += 1;
+            }
             None => self.requests += 1,
         }
     }
@@ -265,6 +276,7 @@ impl Session {
     pub(super) fn release_fork(&mut self, parent: SeqId) {
         if let Some(wait) = self.waiting.iter_mut().find(|wait| wait.seq == parent) {
             wait.forks -= 1;
+            self.forks -= 1;
             self.requests += 1;
         }
     }
@@ -288,7 +300,9 @@ impl Session {
     /// before.
     pub(super) fn cancel_wait(&mut self, thread: u32, seq: SeqId, now: Time) {
         let at = self.waiting.iter().position(|wait| wait.seq == seq).expect("it waits");
-        self.requests += self.waiting.remove(at).forks;
+        let Wait { forks, .. } = self.waiting.remove(at);
+        self.forks -= forks;
+        self.requests += forks;
         self.due = self.least_due();
         self.quiet_since = now;
         let thread = &mut self.threads[thread as usize];
@@ -347,8 +361,10 @@ impl Session {
     /// Panics unless the counts agree with the threads.
     pub(super) fn check(&self) {
         let requests: u32 = self.threads.iter().map(|thread| thread.requests).sum();
-        let waiting: u32 = self.waiting.iter().map(|wait| 1 + wait.forks).sum();
-        assert_eq!((requests, self.due), (self.requests + waiting, self.least_due()), "requests of a session, and when the first is due");
+        let forks: u32 = self.waiting.iter().map(|wait| wait.forks).sum();
+        let waiting = self.waiting.len() as u32 + forks;
+        assert_eq!((requests, forks), (self.requests + waiting, self.forks), "requests of a session, and forks of those that wait");
+        assert_eq!(self.due, self.least_due(), "when a session's first request is due");
         assert!(self.waiting.is_empty() || !self.is_active(), "a request waits for the turn of an active session");
     }
 }

@@ -52,6 +52,8 @@ pub(crate) struct Sessions {
     busy: BTreeSet<(Time, SessionId)>,
     /// Blocks of the contexts of parked sessions with requests in the queue or running.
     leaving: u32,
+    /// Forks of requests that wait for turns.
+    forks_in_line: u32,
     pub(super) line: Line,
     reloads: Reloads,
 }
@@ -68,6 +70,7 @@ impl Sessions {
             turns: BTreeSet::new(),
             busy: BTreeSet::new(),
             leaving: 0,
+            forks_in_line: 0,
             line: Line::default(),
             reloads: Reloads::default(),
         }
@@ -76,6 +79,11 @@ impl Sessions {
     /// Number of sessions.
     pub(crate) fn len(&self) -> usize {
         self.directory.len()
+    }
+
+    /// Number of forks of requests that wait for turns.
+    pub(crate) fn forks_in_line(&self) -> usize {
+        self.forks_in_line as usize
     }
 
     /// Blocks of the contexts of active sessions.
@@ -195,6 +203,7 @@ impl Sessions {
             }
             State::Parked => {
                 self.leaving += session.leaving();
+                self.forks_in_line += session.waiting_forks();
                 if let Some(key) = self.line_key(id) {
                     self.line.add(key, session.due());
                 }
@@ -217,6 +226,7 @@ impl Sessions {
             }
             State::Parked => {
                 self.leaving -= session.leaving();
+                self.forks_in_line -= session.waiting_forks();
                 let due = session.due();
                 if let Some(key) = self.line_key(id) {
                     self.line.remove(key, due);
@@ -234,10 +244,11 @@ impl Sessions {
 
     /// Panics unless the orders agree with the sessions. `requests` is the number of requests that wait for turns.
     pub(crate) fn check(&self, requests: usize) {
-        let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting) = ([0; TIERS], 0, 0, 0, 0, 0);
+        let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting, mut forks) = ([0; TIERS], 0, 0, 0, 0, 0, 0);
         for (id, session) in self.directory.iter() {
             session.check();
             waiting += session.waiting().len();
+            forks += session.waiting_forks();
             match session.state {
                 State::Active { since } => {
                     loads[session.tier as usize] += session.blocks();
@@ -259,8 +270,8 @@ impl Sessions {
             }
         }
         assert_eq!(
-            (loads, leaving, waiting),
-            (self.loads, self.leaving, requests),
+            (loads, leaving, waiting, forks),
+            (self.loads, self.leaving, requests, self.forks_in_line),
             "blocks of active sessions, and requests that wait for turns"
         );
         assert_eq!((quiet, quiet, busy), (self.quiet.len(), self.turns.len(), self.busy.len()), "lengths of orders");

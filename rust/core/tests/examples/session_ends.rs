@@ -1,4 +1,4 @@
-//! What requests that end early, share a name or have forks leave in their sessions.
+//! Requests in the line, and what requests that end early, share a name or have forks leave in their sessions.
 
 use crate::lab::{Cost, Lab, ask, plenty};
 use chairlift_core::{Config, Fcfs, Request, SessionEvent, SessionTurns, Tier, Time, Token};
@@ -206,4 +206,33 @@ fn all_threads_of_a_subagent_end_with_it() {
     assert!(lab.scheduler.blocks_used().wanted > before);
     assert!(lab.scheduler.note_session("", &"s".into(), SessionEvent::Ended, lab.now));
     assert_eq!((lab.scheduler.blocks_used().wanted, knows(&mut lab, "s")), (before, false));
+}
+
+#[test]
+fn requests_in_the_line_are_no_queued_work() {
+    let predicted = |line: u64| {
+        let mut lab = two_active(Config { gather: 10 * SECOND, max_num_seqs: 2, ..config() });
+        lab.cost = Cost(1000, 200, 10);
+        for session in 10..10 + line {
+            lab.add(turn(session, session));
+            lab.fork(session, 1000 + session);
+        }
+        run(&mut lab);
+        // Nothing runs: a request with a deadline waits for others, and for none in the line.
+        lab.add(Request { ttft_deadline: Some(lab.now + 2 * SECOND), ..ask(5, 100, 300) });
+        assert!(lab.try_step().is_none(), "{line} in the line");
+        lab.now += SECOND;
+        lab.step();
+        assert_eq!(lab.started, [1, 2, 5], "{line} in the line");
+        let next = lab.scheduler.next_step();
+        lab.add(ask(6, 100, 300));
+        lab.step();
+        // Both slots are taken.
+        lab.add(ask(7, 10, 300));
+        lab.step();
+        (lab.scheduler.predicted_wait(), next)
+    };
+    let alone = predicted(0);
+    assert!(alone.0 > 0);
+    assert_eq!(predicted(20), alone);
 }
