@@ -460,13 +460,12 @@ impl Accounts {
 
     /// Panics unless the groups' counts of waiting and running requests match. `live` has the accounts and slots of live sequences.
     pub(crate) fn check<'a>(&self, waiting: usize, running: usize, live: impl Iterator<Item = (&'a Account, Option<u32>)>) {
-        let ended: u64 = self.tenants.iter().map(|(_, usage)| usage.compute_ns).sum();
+        let (ended, ended_energy) = self.tenants.compute_and_energy();
         let (live, live_energy) =
             live.fold((0, 0), |(time, energy), (account, slot)| (time + self.compute_ns(account, slot), energy + account.energy_uj()));
         assert_eq!(ended + live + self.compute.ended(), self.compute.total(), "step time of requests");
-        let ended: u64 = self.tenants.iter().map(|(_, usage)| usage.energy_uj).sum();
         if let Some((total, idle)) = self.energy() {
-            assert_eq!(ended + live_energy + idle, total, "energy of requests");
+            assert_eq!(ended_energy + live_energy + idle, total, "energy of requests");
         }
         let tenants = self.tenants.iter().map(|(_, usage)| *usage).collect::<Vec<_>>();
         for groups in [tenants, self.classes.iter().map(|(_, usage)| *usage).collect()] {

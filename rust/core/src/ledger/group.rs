@@ -86,13 +86,15 @@ pub(crate) struct Groups<K> {
     numbers: HashMap<K, u32>,
     list: Vec<Group<K>>,
     last_serial: u64,
+    /// Usage of forgotten names: nanoseconds of steps, and microjoules.
+    forgotten: (u64, u64),
     /// Groups that had no requests at some time, longest ago first.
     idle: VecDeque<u32>,
 }
 
 impl<K: Clone + Eq + Hash> Groups<K> {
     pub(crate) fn new() -> Self {
-        Self { numbers: HashMap::new(), list: Vec::new(), last_serial: 0, idle: VecDeque::new() }
+        Self { numbers: HashMap::new(), list: Vec::new(), last_serial: 0, forgotten: (0, 0), idle: VecDeque::new() }
     }
 
     /// Adds a request to a group. Returns the group's number and whether the number is new for this name.
@@ -104,8 +106,9 @@ impl<K: Clone + Eq + Hash> Groups<K> {
         self.last_serial += 1;
         let group = Group { name: name.clone(), serial: self.last_serial, live: 1, usage: Usage::default() };
         let number = if let Some(number) = self.free_number() {
-            self.numbers.remove(&self.list[number as usize].name);
-            self.list[number as usize] = group;
+            let Group { name, usage, .. } = std::mem::replace(&mut self.list[number as usize], group);
+            self.numbers.remove(&name);
+            self.forgotten = (self.forgotten.0 + usage.compute_ns, self.forgotten.1 + usage.energy_uj);
             number
         } else {
             self.list.push(group);
@@ -159,6 +162,11 @@ impl<K: Clone + Eq + Hash> Groups<K> {
         self.list.iter().map(|group| (&group.name, &group.usage))
     }
 
+    /// Nanoseconds of steps and microjoules of all names, with those that were forgotten.
+    pub(crate) fn compute_and_energy(&self) -> (u64, u64) {
+        self.iter().fold(self.forgotten, |(ns, uj), (_, usage)| (ns + usage.compute_ns, uj + usage.energy_uj))
+    }
+
     fn free_number(&mut self) -> Option<u32> {
         if self.list.len() < REMEMBERED {
             return None;
@@ -183,9 +191,10 @@ mod tests {
         for name in 1..100_000 {
             let (number, new) = groups.enter(&name);
             assert!(new && number != kept);
+            groups.usage(number).compute_ns = 3;
             groups.leave(number);
         }
-        assert_eq!(groups.list.len(), REMEMBERED);
+        assert_eq!((groups.list.len(), groups.compute_and_energy()), (REMEMBERED, (3 * 99_999, 0)));
         assert!(groups.idle.len() < 3 * REMEMBERED);
         assert_eq!(groups.enter(&0), (kept, false));
     }

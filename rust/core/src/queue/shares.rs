@@ -11,6 +11,8 @@ use std::ops::Bound::{Excluded, Unbounded};
 
 /// Counter units per token at weight 1. Weights up to this value divide it with little rounding error.
 const UNIT: u64 = 1 << 24;
+/// Counters at which all are lowered by half as much, before they overflow. Only their differences count.
+const LARGE: u64 = 1 << 62;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Share {
@@ -21,9 +23,9 @@ struct Share {
     parked: u32,
     /// The counter as listed in the backlog. The counter itself may have grown since.
     listed: u64,
-    /// The part of the counter that is not service here: lifts and external service.
+    /// The part of the counter that is not service here: lifts and external service, less what it was lowered by. It wraps around.
     foreign: u64,
-    /// Service here that was already reported to other engines.
+    /// Service here that was already reported to other engines. It wraps around.
     reported: u64,
     /// Microseconds of external service, at other engines and models, that were charged since the last request left the queue.
     charged_external: Time,
@@ -74,7 +76,7 @@ impl Shares {
             // The returning tenant goes before tenants with the same counter.
             let lift = others.saturating_sub(1).saturating_sub(share.counter);
             share.counter += lift;
-            share.foreign += lift;
+            share.foreign = share.foreign.wrapping_add(lift);
         }
     }
 
@@ -102,6 +104,7 @@ impl Shares {
     /// Charges service to `tenant`.
     pub(crate) fn charge(&mut self, tenant: u32, service: u64, weight: u32) {
         self.tenants[tenant as usize].counter += service * UNIT / u64::from(weight.max(1));
+        self.lower_large(tenant);
     }
 
     /// Charges `us` microseconds of external service, up to [`MAX_CHARGED_EXTERNAL`] since the tenant's last request left
@@ -112,14 +115,30 @@ impl Shares {
         share.charged_external += us;
         let charged = (u128::from(us) * 1000 * u128::from(cost.service) * u128::from(UNIT) / u128::from(cost.ns)) as u64;
         share.counter += charged;
-        share.foreign += charged;
+        share.foreign = share.foreign.wrapping_add(charged);
+        self.lower_large(tenant);
+    }
+
+    /// Lowers all counters if that of `tenant` is large. One that is so far behind becomes 0.
+    fn lower_large(&mut self, tenant: u32) {
+        if self.tenants[tenant as usize].counter < LARGE {
+            return;
+        }
+        for share in &mut self.tenants {
+            let less = share.counter.min(LARGE / 2);
+            share.counter -= less;
+            share.foreign = share.foreign.wrapping_sub(less);
+            share.listed = share.listed.saturating_sub(LARGE / 2);
+        }
+        let waiting = self.tenants.iter().zip(0..).filter(|(share, _)| share.waiting > 0);
+        self.backlog = waiting.map(|(share, tenant)| (share.listed, tenant)).collect();
     }
 
     /// The microseconds of service of each tenant since the last call, unless they are 0. `cost` is that of this service.
     pub(crate) fn take_service(&mut self, cost: ServiceCost) -> Vec<(u32, Time)> {
         let tenants = self.tenants.iter_mut().zip(0..).filter_map(|(share, tenant)| {
-            let service = share.counter - share.foreign;
-            let units = u128::from(service - share.reported);
+            let service = share.counter.wrapping_sub(share.foreign);
+            let units = u128::from(service.wrapping_sub(share.reported));
             let us = (units * u128::from(cost.ns) / (1000 * u128::from(cost.service) * u128::from(UNIT))) as Time;
             share.reported = service;
             (us > 0).then_some((tenant, us))
@@ -198,5 +217,27 @@ mod tests {
         shares.charge(2, 50, 1);
         shares.wait(0);
         assert_eq!(shares.counter(0), 100 * UNIT);
+    }
+
+    #[test]
+    fn turns_and_reports_go_on_after_more_service_than_a_counter_holds() {
+        let mut shares = shares(3);
+        let cost = ServiceCost { ns: 1000, service: 1 };
+        let share = 1 << 36;
+        shares.arrive(0);
+        shares.arrive(1);
+        for round in 0..100 {
+            // 2^42 tokens and more of each of two tenants that take turns, while a third one was served nothing.
+            assert_eq!(shares.least(), Some(round % 2));
+            shares.charge(round % 2, share, 1);
+            assert_eq!(shares.take_service(cost), [(round % 2, share)]);
+            assert!(shares.counter(0).max(shares.counter(1)) < LARGE);
+        }
+        assert_eq!(shares.counter(0), shares.counter(1));
+        shares.charge_external(0, 5, cost);
+        assert_eq!((shares.least(), shares.after(1)), (Some(1), Some(0)));
+        shares.arrive(2);
+        assert_eq!((shares.least(), shares.counter(2)), (Some(2), shares.counter(1) - 1), "lifted to the others");
+        assert_eq!(shares.take_service(cost), [], "lifts and external service are not reported");
     }
 }

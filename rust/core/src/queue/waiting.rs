@@ -76,6 +76,8 @@ pub(crate) struct Waiting {
     new: Vec<SeqId>,
     kinds: Kinds,
     backlog: Backlog,
+    /// The part of the backlog that waits for turns of sessions.
+    in_line: Backlog,
     awaited: Awaited,
     /// Number of sequences that this plan may still move within the order.
     moves_left: usize,
@@ -93,6 +95,7 @@ impl Waiting {
             new: Vec::new(),
             kinds: Kinds::default(),
             backlog: Backlog::default(),
+            in_line: Backlog::default(),
             awaited: Awaited::default(),
             moves_left: MAX_MOVED,
             gate: Gate::default(),
@@ -140,6 +143,12 @@ impl Waiting {
         self.backlog
     }
 
+    /// The backlog without requests that wait for the turns of their sessions.
+    pub(crate) fn next_backlog(&self) -> Backlog {
+        let Backlog { reqs, prompt_tokens } = self.backlog;
+        Backlog { reqs: reqs - self.in_line.reqs, prompt_tokens: prompt_tokens - self.in_line.prompt_tokens }
+    }
+
     /// Counts a sequence that enters the queue. [`place`](Self::place) then adds it to the order.
     pub(crate) fn count(&mut self, seq: &Sequence) {
         self.kinds.returning += usize::from(seq.has_started());
@@ -164,6 +173,7 @@ impl Waiting {
     pub(crate) fn begin_session_wait(&mut self, seq: &Sequence) {
         self.kinds.on_session += 1;
         self.backlog.add(seq);
+        self.in_line.add(seq);
         self.queue.begin_session_wait(seq.member().tenant);
     }
 
@@ -171,6 +181,7 @@ impl Waiting {
     pub(crate) fn end_session_wait(&mut self, seq: &Sequence) {
         self.kinds.on_session -= 1;
         self.backlog.remove(seq);
+        self.in_line.remove(seq);
         self.queue.end_session_wait(seq.member().tenant);
     }
 
@@ -380,7 +391,7 @@ impl Waiting {
             let seq = get(id).expect("a queued sequence exists");
             assert_eq!((seq.queue_entry.key(), seq.slot()), (key, None), "queued under another name, or while it runs");
         }
-        let (mut kinds, mut backlog) = (Kinds::default(), Backlog::default());
+        let (mut kinds, mut backlog, mut in_line) = (Kinds::default(), Backlog::default(), Backlog::default());
         for seq in all {
             match seq.phase() {
                 Phase::WaitingOnParent => {
@@ -388,7 +399,10 @@ impl Waiting {
                     continue;
                 }
                 Phase::Preparing(preparation) => kinds.preparing[preparation as usize] += 1,
-                Phase::WaitSession { .. } => kinds.on_session += 1,
+                Phase::WaitSession { .. } => {
+                    kinds.on_session += 1;
+                    in_line.add(seq);
+                }
                 _ => {
                     kinds.returning += usize::from(seq.has_started());
                     kinds.swapped += usize::from(seq.phase().swapped_tokens() > 0);
@@ -397,6 +411,6 @@ impl Waiting {
             }
             backlog.add(seq);
         }
-        assert_eq!((kinds, backlog), (self.kinds, self.backlog), "how many wait, by kind");
+        assert_eq!((kinds, backlog, in_line), (self.kinds, self.backlog, self.in_line), "how many wait, by kind");
     }
 }

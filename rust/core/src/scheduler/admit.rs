@@ -368,7 +368,10 @@ impl Scheduler {
         if gather == 0 || waiting == 0 || !self.running.is_empty() || !self.model.knows() || waiting >= self.config.max_num_seqs as usize {
             return None;
         }
-        let queued = || self.seqs.values().filter(|seq| !seq.is_running() && seq.preparation().is_none());
+        // A request that waits for its session's turn does not start with the others, nor do its forks.
+        let first = |seq: &Sequence| seq.parent().filter(|_| seq.phase() == Phase::WaitingOnParent).map(|parent| &self.seqs[parent]);
+        let in_line = |seq: &Sequence| first(seq).map_or(seq.waits_for_session(), Sequence::waits_for_session);
+        let queued = || self.seqs.values().filter(|&seq| !seq.is_running() && seq.preparation().is_none() && !in_line(seq));
         let tokens = queued().map(|seq| u64::from(seq.len())).sum::<u64>();
         if tokens >= u64::from(self.config.max_num_batched_tokens) {
             return None;

@@ -12,9 +12,9 @@ impl Scheduler {
     /// Predicted wait in microseconds of a request that arrives now.
     ///
     /// The estimate assumes that prompts use the steps' tokens one after another. Slots become free as outputs end, and
-    /// waiting requests take them in order, each for a mean output. O(slots).
+    /// waiting requests take them in order, each for a mean output. Requests that wait for the turns of their sessions do not count. O(slots).
     pub fn predicted_wait(&self) -> Time {
-        let before = self.waiting.foreground() + self.waiting.kinds().on_parent;
+        let before = self.waiting.foreground() + self.waiting.kinds().on_parent - self.sessions.forks_in_line();
         if (before == 0 && self.running.has_slot()) || !self.model.knows() {
             return 0;
         }
@@ -25,7 +25,7 @@ impl Scheduler {
         left.resize(slots, 0.0);
         let (_, next, _) = left.select_nth_unstable_by(before % slots, f64::total_cmp);
         let outputs = (*next + usual * (before / slots) as f64) * self.model.mean_step();
-        let backlog = self.waiting.backlog();
+        let backlog = self.waiting.next_backlog();
         let each = backlog.prompt_tokens as f64 / f64::from(backlog.reqs.max(1));
         (self.model.prefill(0.0, each) * f64::from(backlog.reqs) + outputs) as Time
     }
@@ -62,7 +62,7 @@ impl Scheduler {
         if !self.model.knows() {
             return None;
         }
-        let waiting = self.waiting.backlog();
+        let waiting = self.waiting.next_backlog();
         let begins = waiting.reqs.min(self.running.free_slots() as u32);
         let each = waiting.prompt_tokens as f64 / f64::from(waiting.reqs.max(1));
         let (mut load, mut tokens) = (Load::default(), each * f64::from(begins));

@@ -11,6 +11,8 @@ use std::sync::Arc;
 const FILL: (usize, usize) = (98, 99);
 /// Hundredths of the blocks that a short context takes at most.
 const SHORT: usize = 5;
+/// Number of a session's waiting requests whose contexts are looked up in each plan.
+const LOOKED_UP: usize = 64;
 /// Microseconds after which a plan without a step looks at parked sessions again.
 const LOOKS_AGAIN: Time = 100_000;
 
@@ -68,7 +70,7 @@ impl Scheduler {
     /// Adds a fork to the session of its parent.
     pub(super) fn join_parents_session(&mut self, id: SeqId, parent: SeqId) {
         if let Some(of) = self.seqs[parent].session() {
-            self.sessions.fork(of);
+            self.sessions.fork(of, parent);
             let owner = self.sessions.owner(of);
             self.seqs[id].set_session(of, owner);
         }
@@ -153,6 +155,11 @@ impl Scheduler {
             self.sessions.leave_line(of, id, now, &mut self.kv);
             return;
         }
+        if seq.phase() == Phase::WaitingOnParent
+            && let Some(parent) = seq.parent()
+        {
+            self.sessions.release_fork(of, parent);
+        }
         let names = seq.blocks.names();
         let answered = answered && names.len() as u32 * size > seq.spec().prompt_len;
         self.sessions.leave(of, names, seq.len(), answered, now, &mut self.kv);
@@ -189,10 +196,11 @@ impl Scheduler {
         (self.running_blocks(false) + self.sessions.load() as usize).min(self.kv.kept())
     }
 
-    /// What the waiting requests of a session had computed before and is not on the device.
+    /// What the waiting requests of a session had computed before and is not on the device, as far as they are among the first
+    /// [`LOOKED_UP`].
     fn session_reload(&mut self, session: SessionId) -> Reload {
         let mut reload = Reload::default();
-        for at in 0..self.sessions.waiting(session).len() {
+        for at in 0..self.sessions.waiting(session).len().min(LOOKED_UP) {
             let wait = self.sessions.waiting(session)[at];
             reload.add(self.reload(wait));
         }

@@ -3,6 +3,7 @@
 use super::session::{Session, SessionId};
 use crate::memory::User;
 use slotmap::SlotMap;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::{Bound, Index, IndexMut};
 use std::sync::Arc;
@@ -74,9 +75,21 @@ impl Directory {
         self.names.insert((self.sessions[id].user, Arc::clone(name)), id);
     }
 
-    /// Removes a name.
-    pub(super) fn forget_name(&mut self, user: User, name: &Arc<str>) {
-        self.names.remove(&(user, Arc::clone(name)));
+    /// Removes a name of a subagent of a session, unless it has another thread.
+    pub(super) fn forget_name(&mut self, id: SessionId, name: &Arc<str>) {
+        let session = &self.sessions[id];
+        if session.subagents().all(|other| other != name) {
+            self.remove_name(id, session.user, name);
+        }
+    }
+
+    /// Removes a name, if it is of this session.
+    fn remove_name(&mut self, id: SessionId, user: User, name: &Arc<str>) {
+        if let Entry::Occupied(entry) = self.names.entry((user, Arc::clone(name)))
+            && *entry.get() == id
+        {
+            entry.remove();
+        }
     }
 
     /// Makes a session the most recently used of its tenant.
@@ -113,7 +126,7 @@ impl Directory {
         let session = self.sessions.remove(id).expect("the caller looked");
         let user = session.user;
         for name in session.name.iter().chain(session.subagents()) {
-            self.forget_name(user, name);
+            self.remove_name(id, user, name);
         }
         self.resize(user, |sessions| sessions.remove(&(session.placed, id)));
         session

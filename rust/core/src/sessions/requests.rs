@@ -1,6 +1,5 @@
 //! Which session a request belongs to, and what it leaves there.
 
-use super::answers::Answer;
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use super::turns::Sessions;
 use crate::memory::{BlockHash, CacheOwner, EvictionClass, Kv, User};
@@ -57,7 +56,7 @@ impl Sessions {
         (session.tenant, session.tier) = (joins.tenant, joins.tier);
         let (thread, known) = session.begin_request(subagent, joins.names, joins.tokens, now, &mut forgotten);
         for name in &forgotten {
-            self.directory.forget_name(joins.user, name);
+            self.directory.forget_name(id, name);
         }
         if let Some(name) = subagent {
             self.directory.name(id, name);
@@ -86,8 +85,8 @@ impl Sessions {
             session.enter_queue();
         } else {
             let known = (u64::from(joined.known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
-            session.waiting.push(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due });
-            if session.waiting.len() == 1 {
+            session.wait_for_turn(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due, forks: 0 });
+            if session.waiting().len() == 1 {
                 kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
                 if joined.no_line {
                     self.line.begin(now);
@@ -98,9 +97,14 @@ impl Sessions {
         !enters
     }
 
-    /// Records another answer to a request of a session.
-    pub(crate) fn fork(&mut self, of: SessionRef) {
-        self.change(of.session, |session| session.fork_request(of.thread));
+    /// Records another answer to a request of a session, the `parent`.
+    pub(crate) fn fork(&mut self, of: SessionRef, parent: SeqId) {
+        self.change(of.session, |session| session.fork_request(of.thread, parent));
+    }
+
+    /// Records that a fork that waits for its `parent` is about to [leave](Self::leave).
+    pub(crate) fn release_fork(&mut self, of: SessionRef, parent: SeqId) {
+        self.change(of.session, |session| session.release_fork(parent));
     }
 
     /// Ends a request in the queue. `names` are those of the full blocks of its context; `answered` is set if the last one has a token
@@ -110,12 +114,12 @@ impl Sessions {
         let session = &self.directory[of.session];
         let class = match session.state {
             State::Active { .. } => EvictionClass::Active,
-            State::Parked if session.waiting.is_empty() => EvictionClass::Parked,
+            State::Parked if session.waiting().is_empty() => EvictionClass::Parked,
             State::Parked => EvictionClass::ParkedWaiting,
         };
         kv.rank_owner(session.owner, class);
         if let Some(&end) = names.last().filter(|_| answered) {
-            self.answers.add(end, Answer { user: session.user, session: Some(of.session) });
+            self.answers.add(session.user, end, Some(of.session));
         }
         self.forget_if_ended(of.session, kv);
     }
@@ -124,7 +128,7 @@ impl Sessions {
     pub(crate) fn leave_line(&mut self, of: SessionRef, seq: SeqId, now: Time, kv: &mut Kv) {
         self.change(of.session, |session| session.cancel_wait(of.thread, seq, now));
         let session = &self.directory[of.session];
-        if session.waiting.is_empty() {
+        if session.waiting().is_empty() {
             kv.rank_owner(session.owner, EvictionClass::Parked);
         }
         self.forget_if_ended(of.session, kv);
@@ -142,9 +146,8 @@ impl Sessions {
                 self.forget_if_ended(id, kv);
             }
             SessionEvent::Ended => {
-                if self.change(id, |session| session.end_subagent(name)) {
-                    self.directory.forget_name(user, name);
-                }
+                self.change(id, |session| session.end_subagent(name));
+                self.directory.forget_name(id, name);
             }
         }
         true
@@ -152,7 +155,7 @@ impl Sessions {
 
     /// Remembers an answer of a request without a session.
     pub(crate) fn remember_answer(&mut self, user: User, end: BlockHash) {
-        self.answers.add(end, Answer { user, session: None });
+        self.answers.add(user, end, None);
     }
 
     /// Whether a session was not forgotten.
@@ -169,7 +172,7 @@ impl Sessions {
     fn find<'a>(&mut self, joins: &Joins<'a>, kv: &mut Kv) -> Option<(SessionId, Option<&'a Arc<str>>)> {
         let Joins { user, tenant, session, parent, .. } = *joins;
         let Some(name) = session else {
-            let (answer, _) = joins.by_prompt.then(|| self.answers.continued(user, joins.names))??;
+            let answer = joins.by_prompt.then(|| self.answers.continued(user, joins.names))??;
             let known = answer.session.filter(|&id| self.directory.contains(id));
             return Some((known.unwrap_or_else(|| self.open(user, tenant, None, kv)), None));
         };

@@ -47,6 +47,8 @@ pub(crate) struct Wait {
     pub(super) arrived: Time,
     /// When it no longer waits for the turn.
     pub(super) due: Time,
+    /// Forks of the request. They wait for it, and hold no blocks.
+    pub(super) forks: u32,
 }
 
 /// A chain of requests of which each continues the one before. A subagent is a thread of the session that began it.
@@ -57,6 +59,8 @@ pub(super) struct Thread {
     /// Its latest context.
     marks: Marks,
     tokens: u32,
+    /// The context before its requests, and its tokens, until one of them has run.
+    before: Option<(Marks, u32)>,
     /// Requests that wait or run.
     requests: u32,
     quiet_since: Time,
@@ -83,7 +87,11 @@ pub(crate) struct Session {
     blocks: u32,
     pub(super) state: State,
     /// Requests that wait for the session's turn, in the order of arrival.
-    pub(super) waiting: Vec<Wait>,
+    waiting: Vec<Wait>,
+    /// When the first of them is due.
+    due: Time,
+    /// Forks of all of them.
+    forks: u32,
     /// Requests in the queue or running.
     requests: u32,
     quiet_since: Time,
@@ -110,6 +118,8 @@ impl Session {
             blocks: 0,
             state: State::Parked,
             waiting: Vec::new(),
+            due: Time::MAX,
+            forks: 0,
             requests: 0,
             quiet_since: 0,
             kept_block_us: 0,
@@ -206,7 +216,10 @@ impl Session {
             forgotten.extend(thread.name.take());
             thread.name = subagent.cloned();
         }
-        (thread.marks, thread.tokens) = (Marks::of(names), tokens);
+        let before = (std::mem::replace(&mut thread.marks, Marks::of(names)), std::mem::replace(&mut thread.tokens, tokens));
+        if thread.requests == 0 {
+            thread.before = Some(before);
+        }
         thread.requests += 1;
         self.count_blocks();
         (self.awaits_user, self.ended) = (false, false);
@@ -218,10 +231,54 @@ impl Session {
         self.requests += 1;
     }
 
-    /// Records another answer to a request of a thread.
-    pub(super) fn fork_request(&mut self, thread: u32) {
+    /// The requests that wait for the session's turn.
+    pub(super) fn waiting(&self) -> &[Wait] {
+        &self.waiting
+    }
+
+    /// When a request comes in whatever happens, if any waits for the session's turn.
+    pub(super) fn due(&self) -> Time {
+        self.due
+    }
+
+    /// Forks of the requests that wait for the session's turn.
+    pub(super) fn waiting_forks(&self) -> u32 {
+        self.forks
+    }
+
+    /// Adds a request that waits for the session's turn.
+    pub(super) fn wait_for_turn(&mut self, wait: Wait) {
+        self.due = self.due.min(wait.due);
+        self.waiting.push(wait);
+    }
+
+    /// Takes the requests that wait for the session's turn. They and their forks join the queue.
+    pub(super) fn take_waiting(&mut self) -> Vec<Wait> {
+        let waiting = std::mem::take(&mut self.waiting);
+        self.due = Time::MAX;
+        self.requests += waiting.len() as u32 + std::mem::take(&mut self.forks);
+        waiting
+    }
+
+    /// Records another answer to a request of a thread, the `parent`.
+    pub(super) fn fork_request(&mut self, thread: u32, parent: SeqId) {
         self.threads[thread as usize].requests += 1;
-        self.requests += 1;
+        match self.waiting.iter_mut().find(|wait| wait.seq == parent) {
+            Some(wait) => {
+                wait.forks += 1;
+                self.forks += 1;
+            }
+            None => self.requests += 1,
+        }
+    }
+
+    /// Counts a fork of a request that waits for the session's turn as one in the queue, because it ends.
+    pub(super) fn release_fork(&mut self, parent: SeqId) {
+        if let Some(wait) = self.waiting.iter_mut().find(|wait| wait.seq == parent) {
+            wait.forks -= 1;
+            self.forks -= 1;
+            self.requests += 1;
+        }
     }
 
     /// Ends a request of a thread in the queue, with the names of the context's full blocks.
@@ -231,6 +288,7 @@ impl Session {
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
         thread.quiet_since = now;
+        thread.before = None;
         thread.tokens = tokens;
         if !thread.marks.is_of(names) {
             thread.marks = Marks::of(names);
@@ -238,21 +296,32 @@ impl Session {
         }
     }
 
-    /// Ends a request that waited for the session's turn.
+    /// Ends a request that waited for the session's turn. Its forks join the queue. A thread without another request has its context from
+    /// before.
     pub(super) fn cancel_wait(&mut self, thread: u32, seq: SeqId, now: Time) {
-        self.waiting.retain(|wait| wait.seq != seq);
+        let at = self.waiting.iter().position(|wait| wait.seq == seq).expect("it waits");
+        let Wait { forks, .. } = self.waiting.remove(at);
+        self.forks -= forks;
+        self.requests += forks;
+        self.due = self.least_due();
         self.quiet_since = now;
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
         thread.quiet_since = now;
+        if thread.requests == 0
+            && let Some(before) = thread.before.take()
+        {
+            (thread.marks, thread.tokens) = before;
+            self.count_blocks();
+        }
     }
 
-    /// Ends the thread of a subagent, unless it has requests. Returns whether it ended.
-    pub(super) fn end_subagent(&mut self, name: &Arc<str>) -> bool {
-        let thread = self.threads.iter_mut().find(|thread| thread.name.as_ref() == Some(name) && thread.requests == 0);
-        let ended = thread.map(|thread| *thread = Thread::default()).is_some();
+    /// Ends the threads of a subagent that have no requests.
+    pub(super) fn end_subagent(&mut self, name: &Arc<str>) {
+        for thread in self.threads.iter_mut().filter(|thread| thread.name.as_ref() == Some(name) && thread.requests == 0) {
+            *thread = Thread::default();
+        }
         self.count_blocks();
-        ended
     }
 
     /// A thread for a new context: one without a context, a new one, or the one that has been quiet for the longest time. If too many have
@@ -275,6 +344,10 @@ impl Session {
         }
     }
 
+    fn least_due(&self) -> Time {
+        self.waiting.iter().map(|wait| wait.due).min().unwrap_or(Time::MAX)
+    }
+
     fn count_blocks(&mut self) {
         let mut blocks = 0;
         for (at, thread) in self.threads.iter().enumerate() {
@@ -288,7 +361,10 @@ impl Session {
     /// Panics unless the counts agree with the threads.
     pub(super) fn check(&self) {
         let requests: u32 = self.threads.iter().map(|thread| thread.requests).sum();
-        assert_eq!(requests, self.requests + self.waiting.len() as u32, "requests of a session");
+        let forks: u32 = self.waiting.iter().map(|wait| wait.forks).sum();
+        let waiting = self.waiting.len() as u32 + forks;
+        assert_eq!((requests, forks), (self.requests + waiting, self.forks), "requests of a session, and forks of those that wait");
+        assert_eq!(self.due, self.least_due(), "when a session's first request is due");
         assert!(self.waiting.is_empty() || !self.is_active(), "a request waits for the turn of an active session");
     }
 }

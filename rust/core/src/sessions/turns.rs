@@ -52,6 +52,8 @@ pub(crate) struct Sessions {
     busy: BTreeSet<(Time, SessionId)>,
     /// Blocks of the contexts of parked sessions with requests in the queue or running.
     leaving: u32,
+    /// Forks of requests that wait for turns.
+    forks_in_line: u32,
     pub(super) line: Line,
     reloads: Reloads,
 }
@@ -68,6 +70,7 @@ impl Sessions {
             turns: BTreeSet::new(),
             busy: BTreeSet::new(),
             leaving: 0,
+            forks_in_line: 0,
             line: Line::default(),
             reloads: Reloads::default(),
         }
@@ -76,6 +79,11 @@ impl Sessions {
     /// Number of sessions.
     pub(crate) fn len(&self) -> usize {
         self.directory.len()
+    }
+
+    /// Number of forks of requests that wait for turns.
+    pub(crate) fn forks_in_line(&self) -> usize {
+        self.forks_in_line as usize
     }
 
     /// Blocks of the contexts of active sessions.
@@ -98,9 +106,9 @@ impl Sessions {
         let key = self.line_key(of.session)?;
         let session = &self.directory[of.session];
         // Another request of the session may be due before, but it may also end before.
-        let own = session.waiting.iter().find(|wait| wait.seq == seq)?.due;
+        let own = session.waiting().iter().find(|wait| wait.seq == seq)?.due;
         let expected = self.line.expected(key, self.reload(of.session, model) / reloads::SHARE, now);
-        let [expected, longest] = [(expected as Time).min(due(session).saturating_sub(now)), own.saturating_sub(now)];
+        let [expected, longest] = [(expected as Time).min(session.due().saturating_sub(now)), own.saturating_sub(now)];
         Some(SessionWait { expected, longest })
     }
 
@@ -111,7 +119,7 @@ impl Sessions {
 
     /// The requests of a session that wait for its turn.
     pub(crate) fn waiting(&self, id: SessionId) -> &[Wait] {
-        &self.directory[id].waiting
+        self.directory[id].waiting()
     }
 
     /// Whether a parked session fits beside the active ones, if their contexts may take `blocks`.
@@ -122,17 +130,13 @@ impl Sessions {
     /// Begins the turn of a parked session with its `reload`, and returns its requests.
     pub(crate) fn activate(&mut self, id: SessionId, reload: Reload, now: Time, kv: &mut Kv) -> Vec<Wait> {
         self.reloads.begin(reload);
-        if !self.directory[id].waiting.is_empty() {
+        if !self.directory[id].waiting().is_empty() {
             self.line.advance(now);
         }
         kv.rank_owner(self.directory[id].owner, EvictionClass::Active);
         self.change(id, |session| {
             session.state = State::Active { since: now };
-            let waiting = std::mem::take(&mut session.waiting);
-            for _ in &waiting {
-                session.enter_queue();
-            }
-            waiting
+            session.take_waiting()
         })
     }
 
@@ -199,8 +203,9 @@ impl Sessions {
             }
             State::Parked => {
                 self.leaving += session.leaving();
+                self.forks_in_line += session.waiting_forks();
                 if let Some(key) = self.line_key(id) {
-                    self.line.add(key, due(session));
+                    self.line.add(key, session.due());
                 }
             }
         }
@@ -221,7 +226,8 @@ impl Sessions {
             }
             State::Parked => {
                 self.leaving -= session.leaving();
-                let due = due(session);
+                self.forks_in_line -= session.waiting_forks();
+                let due = session.due();
                 if let Some(key) = self.line_key(id) {
                     self.line.remove(key, due);
                 }
@@ -232,16 +238,17 @@ impl Sessions {
     /// A parked session's key in the line, if requests wait.
     fn line_key(&self, id: SessionId) -> Option<Key> {
         let session = &self.directory[id];
-        let first = session.waiting.first()?;
+        let first = session.waiting().first()?;
         Some((if self.by_tenant { session.tenant } else { 0 }, session.tier, first.arrived, id))
     }
 
     /// Panics unless the orders agree with the sessions. `requests` is the number of requests that wait for turns.
     pub(crate) fn check(&self, requests: usize) {
-        let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting) = ([0; TIERS], 0, 0, 0, 0, 0);
+        let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting, mut forks) = ([0; TIERS], 0, 0, 0, 0, 0, 0);
         for (id, session) in self.directory.iter() {
             session.check();
-            waiting += session.waiting.len();
+            waiting += session.waiting().len();
+            forks += session.waiting_forks();
             match session.state {
                 State::Active { since } => {
                     loads[session.tier as usize] += session.blocks();
@@ -257,14 +264,14 @@ impl Sessions {
                     leaving += session.leaving();
                     if let Some(key) = self.line_key(id) {
                         line += 1;
-                        assert!(self.line.has(key, due(session)), "the line");
+                        assert!(self.line.has(key, session.due()), "the line");
                     }
                 }
             }
         }
         assert_eq!(
-            (loads, leaving, waiting),
-            (self.loads, self.leaving, requests),
+            (loads, leaving, waiting, forks),
+            (self.loads, self.leaving, requests, self.forks_in_line),
             "blocks of active sessions, and requests that wait for turns"
         );
         assert_eq!((quiet, quiet, busy), (self.quiet.len(), self.turns.len(), self.busy.len()), "lengths of orders");
@@ -276,9 +283,4 @@ impl Sessions {
 /// so far is expected to take the longest time from now on.
 fn quiet_key(id: SessionId, session: &Session) -> (Time, SessionId) {
     (session.quiet_since().saturating_sub(if session.awaits_user { USERS_TAKE } else { 0 }), id)
-}
-
-/// When a session comes in whatever happens.
-fn due(session: &Session) -> Time {
-    session.waiting.iter().map(|wait| wait.due).min().unwrap_or(Time::MAX)
 }

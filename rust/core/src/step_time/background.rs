@@ -6,6 +6,9 @@ use crate::request::Time;
 
 /// The part of the pace that each step replaces.
 const RECENT: f64 = 0.25;
+/// The least and the largest pace. A pace without bounds takes thousands of steps to come back from steps in which the background cost
+/// nothing.
+const PACES: (f64, f64) = (1.0 / 16.0, 16.0);
 
 /// The longest step of background requests alone, as a multiple of a step with one decoding sequence. A request that arrives waits
 /// for that step. The step's fixed time is then at most a tenth of it.
@@ -58,7 +61,7 @@ impl BackgroundCost {
             let predicted = self.pace * (model.step(load) - model.step(foreground));
             let ratio = ((took - alone) / predicted).clamp(0.5, 2.0);
             if predicted > 0.0 {
-                self.pace *= 1.0 + RECENT * (ratio - 1.0);
+                self.pace = (self.pace * (1.0 + RECENT * (ratio - 1.0))).clamp(PACES.0, PACES.1);
             }
         }
     }
@@ -170,5 +173,22 @@ mod tests {
         let alone = cost.alone(&foreground).unwrap();
         assert!((alone - 10_800.0).abs() < 1.0, "{alone}");
         assert!((cost.predicted(7200.0) - 2400.0).abs() < 50.0, "eight rows: {}", cost.predicted(7200.0));
+    }
+
+    #[test]
+    fn rows_that_cost_nothing_for_long_are_soon_known_to_cost_something_again() {
+        let model = StepModel::new(9000.0, 300.0, 900.0, 0.0, 0.0);
+        let [foreground, load] = [2, 10].map(|decode_seqs| Load { decode_seqs, ..Load::default() });
+        let mut cost = BackgroundCost::default();
+        let [alone, with] = [&foreground, &load].map(|load| model.step(load) as Time);
+        (0..2).for_each(|_| cost.observe(&foreground, &foreground, &model, alone, 7));
+        for (took, least, most) in [(alone, 7200.0 * 4.0, 7200.0 * 16.1), (100 * with, 7200.0 / 16.1, 7200.0 / 4.0)] {
+            (0..10_000).for_each(|_| cost.observe(&foreground, &load, &model, took, 7));
+            let room = cost.predicted(7200.0);
+            assert!((least..most).contains(&room), "{room}");
+            (0..60).for_each(|_| cost.observe(&foreground, &load, &model, with, 7));
+            let room = cost.predicted(7200.0);
+            assert!((7100.0..7300.0).contains(&room), "{room}");
+        }
     }
 }

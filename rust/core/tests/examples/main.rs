@@ -20,6 +20,7 @@ mod preparation;
 mod priority;
 mod reads;
 mod resumed;
+mod session_ends;
 mod sessions;
 mod shortest;
 mod snapshot;

@@ -4,7 +4,7 @@
 //! wherever they are.
 
 use super::free_lists::EvictionClass;
-use super::host_pool::{HostBlock, HostList};
+use super::host_pool::{HostBlock, HostList, Place};
 use super::owners::{CacheOwner, Owner};
 use super::{BlockHash, BlockId, BlockPool, BlockTable, Chain, Content};
 use crate::request::Token;
@@ -138,28 +138,22 @@ impl BlockPool {
             if let Some(block) = self.host.take() {
                 return Some(block);
             }
-            let goes_first = |&dropped: &HostList| list.is_none_or(|list| self.dropped_at(dropped) < self.dropped_at(list));
-            let dropped = self.next_dropped().filter(goes_first)?;
+            let dropped = self.host.first_dropped(list)?;
             self.drop_from_host(dropped, taker);
         }
     }
 
-    /// The list that is dropped first. O(sessions), and the next blocks then have room.
-    fn next_dropped(&self) -> Option<HostList> {
-        self.host.lists().min_by_key(|&list| self.dropped_at(list))
-    }
-
-    /// The key by which lists are ordered when they are dropped: sessions that were parked and have no request, the one that was parked
+    /// Places an owner's list in the order in which lists are dropped: sessions that were parked and have no request, the one that was parked
     /// first at the front, because it may never send another; those that wait for their turns, the last one first; those that are coming
     /// back; common blocks.
-    fn dropped_at(&self, list: HostList) -> (u8, u64, u32) {
-        let HostList::Owned(owner) = list else { return (3, 0, 0) };
+    pub(super) fn rank_on_host(&mut self, owner: CacheOwner) {
         let number = owner.number();
-        match self.free.rank_of(number) {
+        let place: Place = match self.free.rank_of(number) {
             (EvictionClass::Ended | EvictionClass::Parked, since) => (0, since, number),
             (EvictionClass::ParkedWaiting, since) => (1, u64::MAX - since, number),
             (EvictionClass::Active, _) => (2, 0, number),
-        }
+        };
+        self.host.rank(HostList::Owned(owner), place);
     }
 
     fn drop_from_host(&mut self, list: HostList, taker: Option<CacheOwner>) {

@@ -6,6 +6,7 @@ use super::{BlockId, Chain, Content};
 use crate::memory::hash::BlockHash;
 use crate::request::{CacheScope, Token};
 use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// To whom a cached block belongs.
@@ -24,6 +25,20 @@ impl HostList {
             Self::Owned(owner) => owner.number() as usize + 1,
         }
     }
+}
+
+/// The place of a list in the order in which lists are dropped. No two lists have the same one.
+pub(super) type Place = (u8, u64, u32);
+
+/// The place of the list of common blocks, after all others.
+pub(super) const COMMON: Place = (3, 0, 0);
+
+/// The cached blocks of a [`HostList`].
+#[derive(Debug, Default)]
+struct List {
+    place: Place,
+    /// The one that was evicted last is at the end.
+    blocks: Vec<u32>,
 }
 
 /// A cached block. It has the content that it had on the device.
@@ -50,8 +65,10 @@ pub(super) struct HostPool {
     cached: Vec<Option<HostBlock>>,
     /// Tokens of cached blocks, `[blocks, block_size]`.
     tokens: Vec<Token>,
-    /// Cached blocks by [`HostList`], the one that was evicted last at the end.
-    lists: Vec<Vec<u32>>,
+    /// By [`HostList`].
+    lists: Vec<List>,
+    /// The lists with cached blocks, the one that is dropped first at the front.
+    order: BTreeMap<Place, HostList>,
     /// Copies from the device that the current plan makes, in their order.
     pub(super) copies: Vec<(BlockId, u32)>,
     /// The current plan's step, if blocks that it evicts are copied.
@@ -69,7 +86,8 @@ impl HostPool {
             named: FxHashMap::default(),
             cached: (0..count).map(|_| None).collect(),
             tokens: vec![0; count as usize * block_size],
-            lists: vec![Vec::new()],
+            lists: vec![List { place: COMMON, blocks: Vec::new() }],
+            order: BTreeMap::new(),
             copies: Vec::new(),
             keeps_in: None,
             dropped: None,
@@ -138,11 +156,9 @@ impl HostPool {
 
     /// Caches a block that [`take`](Self::take) gave.
     pub(super) fn add(&mut self, at: u32, block: HostBlock, tokens: &[Token]) {
-        let index = block.list.index();
-        if self.lists.len() <= index {
-            self.lists.resize_with(index + 1, Vec::new);
-        }
-        self.lists[index].push(at);
+        let list = &mut self.lists[block.list.index()];
+        list.blocks.push(at);
+        self.order.insert(list.place, block.list);
         self.named.insert(block.hash, at);
         self.tokens[at as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
         self.cached[at as usize] = Some(block);
@@ -172,7 +188,9 @@ impl HostPool {
 
     /// Drops the cached blocks of a list, and returns them.
     pub(super) fn drop_list(&mut self, list: HostList) -> Vec<HostBlock> {
-        let dropped = self.lists.get_mut(list.index()).map(std::mem::take).unwrap_or_default();
+        let list = &mut self.lists[list.index()];
+        self.order.remove(&list.place);
+        let dropped = std::mem::take(&mut list.blocks);
         let uncache = |&at: &u32| {
             let block = self.cached[at as usize].take().expect("it is cached");
             self.named.remove(&block.hash);
@@ -184,9 +202,24 @@ impl HostPool {
         blocks
     }
 
-    /// The lists with cached blocks.
-    pub(super) fn lists(&self) -> impl Iterator<Item = HostList> + '_ {
-        self.lists.iter().filter_map(|list| Some(self.cached[*list.first()? as usize].as_ref().expect("it is cached").list))
+    /// Sets the place of a list, which is new or has another one.
+    pub(super) fn rank(&mut self, list: HostList, place: Place) {
+        let index = list.index();
+        if self.lists.len() <= index {
+            self.lists.resize_with(index + 1, List::default);
+        }
+        let ranked = &mut self.lists[index];
+        let before = std::mem::replace(&mut ranked.place, place);
+        if !ranked.blocks.is_empty() {
+            self.order.remove(&before);
+            self.order.insert(place, list);
+        }
+    }
+
+    /// The list that is dropped first, if it is dropped before that of a block to keep, which may be none.
+    pub(super) fn first_dropped(&self, before: Option<HostList>) -> Option<HostList> {
+        let (&place, &list) = self.order.first_key_value()?;
+        before.is_none_or(|before| place < self.lists[before.index()].place).then_some(list)
     }
 
     fn uncache(&mut self, at: u32) -> HostBlock {
@@ -194,20 +227,25 @@ impl HostPool {
         self.named.remove(&block.hash);
         let list = &mut self.lists[block.list.index()];
         // The ends of prompts are evicted first, and their beginnings come back first.
-        let index = list.iter().rposition(|&other| other == at).expect("its list has it");
-        list.remove(index);
+        let index = list.blocks.iter().rposition(|&other| other == at).expect("its list has it");
+        list.blocks.remove(index);
+        if list.blocks.is_empty() {
+            self.order.remove(&list.place);
+        }
         block
     }
 
     /// Panics unless the cached, the free and the `held` blocks are all blocks, each once, and the lists have the cached ones.
     pub(super) fn check(&self, held: impl Iterator<Item = u32>) {
-        let cached = || self.lists.iter().flatten().copied();
+        let cached = || self.lists.iter().flat_map(|list| &list.blocks).copied();
         let mut all: Vec<u32> = self.free.iter().chain(&self.released).copied().chain(cached()).chain(held).collect();
         all.sort_unstable();
         assert!(all.into_iter().eq(0..self.len() as u32), "a host block is lost or held twice");
         assert_eq!(cached().count(), self.named.len(), "names of cached host blocks");
         for (list, index) in self.lists.iter().zip(0..) {
-            for &at in list {
+            let ranked = self.order.get(&list.place).map(|list| list.index());
+            assert_eq!(ranked, (!list.blocks.is_empty()).then_some(index), "order of the lists");
+            for &at in &list.blocks {
                 let block = self.cached[at as usize].as_ref().expect("a list has a block that is not cached");
                 assert_eq!((block.list.index(), self.named.get(&block.hash)), (index, Some(&at)), "list and name of a host block");
             }

@@ -125,6 +125,7 @@ impl BlockPool {
     /// Sets when an owner's blocks are evicted.
     pub(crate) fn rank_owner(&mut self, owner: CacheOwner, class: EvictionClass) {
         self.free.rank(owner.0, class);
+        self.rank_on_host(owner);
     }
 
     /// The free cached block that is evicted next. Panics if there is none.
