@@ -129,9 +129,10 @@ class AsyncEngine(EngineClient):
         """
         began = time.perf_counter() if since is None else since
         if self._number is not None:
-            raise RuntimeError("the engine has been started already; close it first")
+            raise ChairliftError("the engine has been started already: close it first")
+        self._loop = asyncio.get_running_loop()
         self._stats, self._phases, self._remembered, self._started = Stats(), {}, Remembered(), False
-        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_ready: asyncio.Future[None] = self._loop.create_future()
         # The process starts first, because importing torch takes longest. The model is located meanwhile.
         self._number = await self._process.attach(self)
         self._death = None
@@ -160,10 +161,17 @@ class AsyncEngine(EngineClient):
         return tokenizer
 
     async def close(self) -> None:
-        """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly."""
-        number, self._number = self._number, None
-        if number is None:
+        """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly.
+
+        Raises ChairliftError in another event loop than that of `start`, unless that one has ended.
+        """
+        if self._number is None:
             return
+        if self._loop.is_closed():
+            self._lose_loop()
+            return
+        self._check_loop()
+        number, self._number = self._number, None
         running = self.alive
         self._fail(EngineClosed("the engine was closed"))
         if self._process.exclusive:
@@ -172,6 +180,18 @@ class AsyncEngine(EngineClient):
         self._process.detach(number)
         if running:
             await self._process.unload(number)
+
+    def _lose_loop(self) -> None:
+        """Ends the engine without its event loop, which has ended."""
+        self._process.kill()
+        self._process = EngineProcess(self.config.load_format, exclusive=True)
+        self._number, self._death = None, EngineDead("the engine was closed")
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise ChairliftError(
+                "an AsyncEngine answers only in the event loop that started it: use it within one asyncio.run, or start another one here"
+            )
 
     def forget_tokenizer(self) -> None:
         """Frees the tokenizer of a closed engine; the next start reads it again. It takes some 100 MB for a large vocabulary."""
@@ -289,11 +309,12 @@ class AsyncEngine(EngineClient):
         return await self._questions.ask(question)
 
     def check_ready(self) -> None:
-        """Raises EngineDead unless requests can run."""
+        """Raises EngineDead unless requests can run, and ChairliftError in another event loop than that of `start`."""
         if self._death is not None:
             raise EngineDead(str(self._death))
         if not self._started:
             raise EngineDead("the engine is not ready yet")
+        self._check_loop()
 
     def _next_journal(self) -> str | None:
         """The journal's path. A restarted engine gets a new file."""
