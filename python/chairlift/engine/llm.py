@@ -114,6 +114,7 @@ class LLM:
         QueueFull, before any prompt runs. A request that fails later has `finish_reason` "error", one that misses its deadline
         "deadline"; neither affects the others.
         """
+        self._local.check_ready()
         params = sampling(params, sampling_params)
         many = [prompts] if isinstance(prompts, LiveSequence) else listed(prompts)
         each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
@@ -122,6 +123,7 @@ class LLM:
         for index, (prompt, one, own) in enumerate(zip(many, each, treated, strict=True)):
             with _naming(index):
                 if isinstance(prompt, LiveSequence):
+                    prompt.check_engine(self._local)
                     valid = self._local.validate(prompt.token_ids, prompt.params(one))
                     requests.append((partial(_continued, prompt, one, own), valid))
                 else:
@@ -183,6 +185,7 @@ class LLM:
         (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
         (own,) = _one_each("scheduling", Scheduling, scheduling, 1)
         if isinstance(prompt, LiveSequence):
+            prompt.check_engine(self._local)
             return prompt.stream(one, scheduling=own)
         return self._local.iterate(self._local.run(self._local.make(prompt, one, own)))
 
