@@ -99,6 +99,12 @@ def test_the_asynchronous_engine_says_the_same(monkeypatch, arguments, says):
         ({"structured_output": {"json": {"a": object()}}}, "structured_output is not JSON"),
         ({"structured_output": {"json": SCHEMA, "disable_any_whitespace": "yes"}}, "disable_any_whitespace must be true or false"),
         ({"structured_output": {"regex": "a", "disable_any_whitespace": True}}, "disable_any_whitespace needs json or json_object"),
+        ({"structured_output": {"regx": "a+"}}, r"must be a JSON schema or have just one of json, .*, got 'regx': did you mean regex\?"),
+        ({"structured_output": {"choices": ["a"]}}, r"got 'choices': did you mean choice\?"),
+        ({"structured_output": {"regex": "a", "choice": ["b"]}}, "just one of .*, got 'regex', 'choice'$"),
+        ({"structured_output": {"json_schema": SCHEMA}}, "got 'json_schema'"),
+        ({"structured_output": {"structural_tag": "a"}}, "got 'structural_tag'"),
+        ({"structured_output": {"disable_any_whitespace": True}}, "must be a JSON schema"),
     ],
 )
 def test_wrong_sampling_params(fields, says):
@@ -115,6 +121,8 @@ def test_sampling_params_as_in_vllm():
     ("given", "kind", "form"),
     [
         (SCHEMA, "json", SCHEMA),
+        ({}, "json", {}),
+        ({"x-note": 1, "enum": [1]}, "json", {"x-note": 1, "enum": [1]}),
         ({"json": SCHEMA}, "json", SCHEMA),
         (StructuredOutput("json", SCHEMA), "json", SCHEMA),
         (("json", json.dumps(SCHEMA)), "json", SCHEMA),
@@ -144,7 +152,8 @@ def test_structured_outputs_is_another_name_of_structured_output():
 
 
 def test_whitespace_can_be_turned_off():
-    for given in ({"json": SCHEMA, "disable_any_whitespace": True}, StructuredOutput("json", SCHEMA, disable_any_whitespace=True)):
+    options = {"disable_any_whitespace": True}
+    for given in ({"json": SCHEMA, **options}, {**SCHEMA, **options}, StructuredOutput("json", SCHEMA, disable_any_whitespace=True)):
         structure = SamplingParams(structured_output=given).structured_output
         assert (structure.kind, json.loads(structure.text), structure.disable_any_whitespace) == ("json", SCHEMA, True)
     assert not SamplingParams(structured_output={"json": SCHEMA}).structured_output.disable_any_whitespace
