@@ -29,14 +29,14 @@ MAX_GRAMMAR = 65_536
 
 JSON_STRUCTURES = ("json", "json_object")
 STRUCTURES = (*JSON_STRUCTURES, "regex", "choice", "grammar")
-_KEYWORDS = frozenset(
-    "$schema $id $ref $anchor $dynamicRef $dynamicAnchor $vocabulary $comment $defs definitions type enum const default title description "
-    "examples deprecated readOnly writeOnly format allOf anyOf oneOf not if then else properties patternProperties additionalProperties "
-    "propertyNames required minProperties maxProperties dependentRequired dependentSchemas dependencies unevaluatedProperties items "
-    "prefixItems additionalItems unevaluatedItems contains minContains maxContains minItems maxItems uniqueItems minLength maxLength "
-    "pattern minimum maximum exclusiveMinimum exclusiveMaximum multipleOf contentEncoding contentMediaType contentSchema".split()
-)
-"""Those of JSON Schema. A dict without any is no schema that its author meant."""
+JSON_SCHEMA = """
+$schema $id $ref $anchor $dynamicRef $dynamicAnchor $vocabulary $comment $defs definitions type enum const default title description
+examples deprecated readOnly writeOnly format allOf anyOf oneOf not if then else properties patternProperties additionalProperties
+propertyNames required minProperties maxProperties dependentRequired dependentSchemas dependencies unevaluatedProperties items
+prefixItems additionalItems unevaluatedItems contains minContains maxContains minItems maxItems uniqueItems minLength maxLength
+pattern minimum maximum exclusiveMinimum exclusiveMaximum multipleOf contentEncoding contentMediaType contentSchema
+"""
+"""The keywords of JSON Schema."""
 
 
 class DefaultMaxTokens(int):
@@ -99,7 +99,7 @@ def _structured_by(given: Mapping[str, Any]) -> StructuredOutput:
     kinds = [kind for kind in STRUCTURES if kind in options]
     if len(options) == 1 and kinds:
         return StructuredOutput(kinds[0], options[kinds[0]], disable_any_whitespace=compact)
-    if given and (kinds or not _KEYWORDS & options.keys()):
+    if given and (kinds or not options.keys() & set(JSON_SCHEMA.split())):
         names = ", ".join(map(repr, options))
         hint = next(filter(None, (did_you_mean(str(name), STRUCTURES) for name in options if name not in kinds)), "")
         message = f"structured_output must be a JSON schema or have just one of {', '.join(STRUCTURES)}, got {names:.100}{hint}"

@@ -187,4 +187,12 @@ def test_wrong_settings(engine, settings, kind, says):
 
 
 def test_a_model_may_be_a_path(tmp_path):
-    assert AsyncEngine(model=tmp_path).config == EngineConfig(model=str(tmp_path))
+    assert AsyncEngine(model=tmp_path).config == AsyncEngine(tmp_path).config == EngineConfig(model=str(tmp_path))
+
+
+def test_a_model_may_be_the_first_argument_of_an_asynchronous_engine():
+    assert AsyncEngine("org/name", seed=3).config == EngineConfig(model="org/name", seed=3)
+    with pytest.raises(InvalidSetting, match="model must be a name or a path, got 5"):
+        AsyncEngine(5)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'model'"):
+        AsyncEngine("org/name", model="other")

@@ -62,15 +62,16 @@ EXPLAINED_AT_ONCE = 16
 class AsyncEngine(EngineClient):
     """An engine in a child process, for one event loop.
 
-    Its settings are those of `config`, or the defaults, changed by keyword arguments. Use it with `async with`, or call `start` and
-    `close`. Engines with the same `process` run in it, and share its time by `weight`; those of a lower `priority` go first, and those
-    with a `target_itl_ms` are to have a step at least that often. An engine without `process` has one of its own. With a `hash_key` of
-    16 bytes it tells `on_cache_change` what its prefix cache gains and loses, by names under this key.
+    Its settings are those of `config`, or the defaults, changed by keyword arguments. A model's name or path may stand for `config`.
+    Use it with `async with`, or call `start` and `close`. Engines with the same `process` run in it, and share its time by `weight`;
+    those of a lower `priority` go first, and those with a `target_itl_ms` are to have a step at least that often. An engine without
+    `process` has one of its own. With a `hash_key` of 16 bytes it tells `on_cache_change` what its prefix cache gains and loses, by
+    names under this key.
     """
 
     def __init__(
         self,
-        config: EngineConfig | None = None,
+        config: EngineConfig | str | os.PathLike[str] | None = None,
         *,
         process: EngineProcess | None = None,
         weight: int = 1,
@@ -78,7 +79,10 @@ class AsyncEngine(EngineClient):
         hash_key: bytes = b"",
         **settings: Unpack[ModelSettings],
     ) -> None:
-        config = engine_config("AsyncEngine", settings, config)
+        if isinstance(config, EngineConfig | None):
+            config = engine_config("AsyncEngine", settings, config)
+        else:
+            config = engine_config("AsyncEngine", dict(model=config, **settings))
         self._process = process or EngineProcess(config.load_format, exclusive=True)
         super().__init__(config, self._process.tags)
         self._modules = dict(self.config.lora_modules or {})
