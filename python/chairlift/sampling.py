@@ -202,7 +202,7 @@ class SamplingParams:
     def _check_draws(self) -> None:
         """Checks how a token is drawn."""
         number("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k == -1:  # both -1 and 0 are in use for "off"
+        if isinstance(self.top_k, int) and self.top_k == -1:  # both -1 and 0 are in use for "off"
             self._set("top_k", 0)
         integer("top_k", self.top_k, 0, 2**31 - 1)
         number("top_p", self.top_p, 0.0, 1.0, above=True)

@@ -153,8 +153,8 @@ class LLM:
         import numpy as np
 
         check_dimensions(dimensions, self.info)
-        embeddings = np.array(_embeddings(self.generate(texts, EMBED, scheduling=scheduling, progress=progress)), dtype=np.float32)
-        embeddings = embeddings[:, :dimensions]
+        rows = _embeddings(self.generate(texts, EMBED, scheduling=scheduling, progress=progress))
+        embeddings = np.array(rows, dtype=np.float32).reshape(-1, self.info.embedding_size)[:, :dimensions]
         return embeddings if dimensions is None else embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
