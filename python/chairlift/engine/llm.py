@@ -50,8 +50,9 @@ LONG_WORK = 1.0
 class LLM:
     """A model in this process: no child process, no server, no `__main__` guard.
 
-    Use it with `with`, or call `close`. Threads may share it: their requests run in the same batches. Raises ModelNotFound or
-    UnsupportedModel, InvalidSetting for a setting's value, or TypeError for an unknown setting.
+    Use it with `with`, or call `close`. Threads may share it: their requests run in the same batches. A process that was forked since
+    cannot use it: its calls raise EngineClosed. Raises ModelNotFound or UnsupportedModel, InvalidSetting for a setting's value, or
+    TypeError for an unknown setting.
     """
 
     tokenizer: Tokenizer
