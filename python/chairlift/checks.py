@@ -16,7 +16,7 @@ def integer(name: str, value: object, low: int, high: int) -> None:
 
 def choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises InvalidRequest unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidRequest(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r:.100}", param=name)
 
 

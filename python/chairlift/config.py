@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -12,13 +13,13 @@ from chairlift.settings import (
     LARGEST_SIZE,
     check_choice,
     check_ranges,
-    check_type,
     flag,
     parse_json_object,
     parse_ms_or_auto,
     parse_paths,
     parse_size,
     parse_weights,
+    typed,
 )
 
 DEFAULT_SPECULATIVE_TOKENS, MAX_SPECULATIVE_TOKENS = 8, 16
@@ -60,6 +61,8 @@ _IN_FILES = dict.fromkeys(
     ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"),
     "the quantization of a checkpoint is read from its files, so leave the flag out",
 )
+_EXPANDED = ("journal", "prefix_cache_dir")
+"""Paths whose `~` is replaced here, because several places open them."""
 _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms", "max_session_wait_ms")
 LARGEST_SLOWDOWN = 1000
 
@@ -357,9 +360,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for an invalid setting."""
         for item in fields(self):
-            check_type(item, getattr(self, item.name))
+            value = typed(item, getattr(self, item.name))
+            if item.name in _EXPANDED and value is not None:
+                value = os.path.expanduser(value)
+            object.__setattr__(self, item.name, value)
             try:
-                check_choice(item.metadata, getattr(self, item.name))
+                check_choice(item.metadata, value)
             except ValueError as error:
                 raise ValueError(f"--{item.name.replace('_', '-')}: {error}") from None
         check_ranges(self, _RANGES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from chairlift.checks import integer, number, text
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, did_you_mean
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -29,6 +29,14 @@ MAX_GRAMMAR = 65_536
 
 JSON_STRUCTURES = ("json", "json_object")
 STRUCTURES = (*JSON_STRUCTURES, "regex", "choice", "grammar")
+JSON_SCHEMA = """
+$schema $id $ref $anchor $dynamicRef $dynamicAnchor $vocabulary $comment $defs definitions type enum const default title description
+examples deprecated readOnly writeOnly format allOf anyOf oneOf not if then else properties patternProperties additionalProperties
+propertyNames required minProperties maxProperties dependentRequired dependentSchemas dependencies unevaluatedProperties items
+prefixItems additionalItems unevaluatedItems contains minContains maxContains minItems maxItems uniqueItems minLength maxLength
+pattern minimum maximum exclusiveMinimum exclusiveMaximum multipleOf contentEncoding contentMediaType contentSchema
+"""
+"""The keywords of JSON Schema."""
 
 
 class DefaultMaxTokens(int):
@@ -84,6 +92,21 @@ def _check_structure(structure: StructuredOutput) -> None:
     text(structure.param, structure.before, 0, MAX_GRAMMAR)
 
 
+def _structured_by(given: Mapping[str, Any]) -> StructuredOutput:
+    """The structure of a dict: vLLM's {"regex": ...}, or a JSON schema. Raises InvalidRequest for a dict that is neither."""
+    options = dict(given)
+    compact = options.pop("disable_any_whitespace", None)
+    kinds = [kind for kind in STRUCTURES if kind in options]
+    if len(options) == 1 and kinds:
+        return StructuredOutput(kinds[0], options[kinds[0]], disable_any_whitespace=compact)
+    if given and (kinds or not options.keys() & set(JSON_SCHEMA.split())):
+        names = ", ".join(map(repr, options))
+        hint = next(filter(None, (did_you_mean(str(name), STRUCTURES) for name in options if name not in kinds)), "")
+        message = f"structured_output must be a JSON schema or have just one of {', '.join(STRUCTURES)}, got {names:.100}{hint}"
+        raise InvalidRequest(message, param="structured_outputs")
+    return StructuredOutput("json", cast("str", options), disable_any_whitespace=compact)
+
+
 def structured(given: Any) -> StructuredOutput:
     """Converts a caller's value to a `StructuredOutput`: one, vLLM's {"regex": ...}, or a JSON schema as a dict or pydantic model.
 
@@ -93,13 +116,7 @@ def structured(given: Any) -> StructuredOutput:
     if hasattr(value, "model_json_schema"):
         value = ("json", value)
     elif isinstance(value, Mapping):
-        options = dict(value)
-        compact = options.pop("disable_any_whitespace", None)
-        match [*options.items()]:
-            case [(kind, inner)] if kind in STRUCTURES:
-                value = StructuredOutput(kind, inner, disable_any_whitespace=compact)
-            case _:
-                value = ("json", value)
+        value = _structured_by(value)
     if not isinstance(value, tuple | list) or not 1 <= len(value) <= len(StructuredOutput._fields):
         raise InvalidRequest(
             f"structured_output must be a StructuredOutput, a JSON schema as a dict, or a dict of one of {', '.join(STRUCTURES)}, "
@@ -185,7 +202,7 @@ class SamplingParams:
     def _check_draws(self) -> None:
         """Checks how a token is drawn."""
         number("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k == -1:  # both -1 and 0 are in use for "off"
+        if isinstance(self.top_k, int) and self.top_k == -1:  # both -1 and 0 are in use for "off"
             self._set("top_k", 0)
         integer("top_k", self.top_k, 0, 2**31 - 1)
         number("top_p", self.top_p, 0.0, 1.0, above=True)

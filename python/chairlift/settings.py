@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, field, fields
-from numbers import Real
 from typing import Any
 
 from chairlift.scheduling import LONGEST_MS
@@ -24,7 +23,7 @@ def flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: s
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "str": (str, "text"),
     "int": (int, "a whole number"),
-    "float": (Real, "a number"),
+    "float": ((int, float), "a number"),
     "bool": (bool, "True or False"),
     "Mapping": (Mapping, "a dict"),
 }
@@ -80,11 +79,13 @@ def _duration(value: float) -> str:
     return f"{value:g}s"
 
 
-def check_type(item: Field[Any], value: object) -> None:
-    """Raises ValueError if a value given in Python does not have the field's type."""
+def typed(item: Field[Any], value: Any) -> Any:
+    """Returns a value given in Python, a scalar of numpy's as Python's. Raises ValueError if it does not have the field's type."""
     annotation = str(item.type)
     if value is None and annotation.endswith("| None"):
-        return
+        return None
+    if getattr(value, "shape", None) == ():
+        value = value.item()
     kind, words = _KINDS[annotation.partition(" ")[0].partition("[")[0]]
     right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
     if annotation.startswith("Mapping[str, str]"):
@@ -94,6 +95,7 @@ def check_type(item: Field[Any], value: object) -> None:
         right = isinstance(value, Mapping) and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items())
     if not right:
         raise ValueError(f"--{item.name.replace('_', '-')}: expected {words}, got {value!r:.100}")
+    return value
 
 
 def from_environment(cls: type, names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

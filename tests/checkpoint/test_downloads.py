@@ -50,6 +50,17 @@ def test_the_names_of_all_models(pulled: FileAddress) -> None:
     assert {one.owner for one in found.values()} == {Owner.CHAIRLIFT}
 
 
+def test_a_download_that_brought_nothing_is_not_listed(hub: FakeHub, cache: Path) -> None:
+    hub.add("org/gone", {"gone-F16.gguf": GGUF})
+    hub.faults.append(("/resolve/", 404, {}))
+    with pytest.raises(ModelNotFound):
+        download_hub_model(HubName("org/gone"), hub_dir(), progress=False)
+    with pytest.raises(ModelNotFound):
+        download_file(FileAddress(f"{hub.content_url}/x/missing.gguf", "missing.gguf"), cache, progress=False)
+    assert len(list(cache.rglob("*gone"))) == 1
+    assert downloads() == []
+
+
 def test_one_type_of_weights_is_deleted(pulled: FileAddress, cache: Path) -> None:
     blobs = cache / "hub" / "models--org--many" / "blobs"
     count = len(list(blobs.iterdir()))

@@ -20,7 +20,7 @@ from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.exit_watch import PIDFD_THREAD
 from chairlift.engine.stats import Stats
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, ModelNotFound
+from chairlift.errors import ChairliftError, EngineClosed, EngineDead, InvalidRequest, ModelNotFound
 from chairlift.sampling import SamplingParams
 
 
@@ -102,11 +102,35 @@ def test_a_closed_engine_starts_again():
         for _ in range(2):
             async with asyncio.timeout(GUARD), engine:
                 assert engine.ready
-                with pytest.raises(RuntimeError, match="close it first"):
+                with pytest.raises(ChairliftError, match="close it first"):
                     await engine.start()
                 assert ids(await collect(engine, [1000], max_tokens=2)) == [1000, 1001]
 
     asyncio.run(main())
+
+
+def test_it_answers_only_in_the_event_loop_that_started_it():
+    engine = AsyncEngine()
+
+    async def refused(*actions):
+        for action in actions:
+            with pytest.raises(ChairliftError, match="only in the event loop that started it"):
+                await action()
+
+    async def main():
+        await engine.start()
+        await asyncio.to_thread(asyncio.run, refused(lambda: collect(engine, "a"), lambda: engine.explain("x"), engine.close))
+        assert ids(await collect(engine, [1000], max_tokens=2)) == [1000, 1001]
+
+    async def afterwards():
+        process = Path(f"/proc/{engine.pid}/stat")
+        await engine.close()
+        assert (engine.alive, engine.pid) == (False, None)
+        await until(lambda: not process.exists() or ") Z " in process.read_text())
+
+    asyncio.run(main())
+    asyncio.run(refused(lambda: collect(engine, "a")))
+    asyncio.run(afterwards())
 
 
 def test_before_start_it_says_so():

@@ -39,6 +39,7 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, caplog: pytest.L
     oracle = tiny_encoders.write(family, tmp_path / "hf", POOLINGS[pooling])
     with LLM(tmp_path / "hf", threads=2) as llm:
         embeddings = llm.embed(TEXTS)
+        assert llm.embed([]).shape == (0, embeddings.shape[1])
     assert "entries that are not known" not in caplog.text
     for text, embedding in zip(TEXTS, embeddings, strict=True):
         expected = tiny_encoders.embed(oracle, text, pooling).numpy()

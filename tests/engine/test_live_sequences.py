@@ -129,7 +129,7 @@ def test_a_sequence_is_rewound_and_goes_on_elsewhere(llm):
         assert computed(llm) - before <= 9 + 5 + 8  # a rewound sequence may lose the KV of its last partly filled block
         plain = llm.generate([fork.token_ids[:-9]], GREEDY)[0]
         assert output.token_ids == plain.token_ids
-        with pytest.raises(InvalidRequest, match="count must be from 0 to"):
+        with pytest.raises(InvalidRequest, match="count must be an integer from 0 to"):
             fork.rewind(1000)
         fork.drop()
 
@@ -161,16 +161,23 @@ def test_wrong_uses_are_refused(llm):
             sequence.generate(SamplingParams(n=2))
         with pytest.raises(TooManySequences, match=f"a tenant may hold {MAX_PER_TENANT} sequences"):
             sequence.fork(100_000)
+        for count in (0, -1, 1.5, None, "2"):
+            with pytest.raises(InvalidRequest, match="count must be an integer from 1 "):
+                sequence.fork(count)
+        for count in (-1, 1.5, None, "2", 10**9):
+            with pytest.raises(InvalidRequest, match="count must be an integer from 0 "):
+                sequence.rewind(count)
         (fork,) = sequence.fork()  # the refused call has made none
         fork.drop()
         with llm.open("a", scheduling=Scheduling(tenant="bob")):
             pass
         assert sequence.generate(GREEDY).finish_reason == "length"
-    for use in (sequence.fork, lambda: sequence.append("a"), lambda: sequence.generate(GREEDY)):
+    for use in (sequence.fork, lambda: sequence.append("a"), lambda: sequence.generate(GREEDY), lambda: setattr(sequence, "priority", 1)):
         with pytest.raises(SequenceDropped):
             use()
-    with pytest.raises(InvalidRequest, match="lease must be"):
-        llm.open(PROMPT, lease=0)
+    for lease in (0, None, "60", math.nan):
+        with pytest.raises(InvalidRequest, match="lease must be"):
+            llm.open(PROMPT, lease=lease)
     assert free(llm) == all_free
     assert llm.engine.usage()["tenants"]["alice"]["held"] == 0
 

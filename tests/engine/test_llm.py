@@ -176,6 +176,13 @@ def test_a_bad_prompt_is_named_before_anything_runs(llm, bad):
     assert not llm.engine.running
 
 
+def test_a_live_sequence_of_another_llm_is_refused(llm):
+    with LLM() as other, other.open("a") as sequence:
+        for use in (lambda: llm.generate(["a", sequence]), lambda: llm.stream(sequence)):
+            with pytest.raises(InvalidRequest, match="this sequence belongs to another LLM"):
+                use()
+
+
 def test_a_prompt_too_long_keeps_its_code(llm):
     with pytest.raises(InvalidRequest, match="prompt 0: This model's maximum context length is 2000000 tokens") as caught:
         llm.generate([[1]], params(max_tokens=2_000_000))

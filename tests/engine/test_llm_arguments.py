@@ -45,6 +45,9 @@ def test_prompts_of_every_form(llm, prompts, ids):
         (lambda llm: llm.generate(5), "prompts must be text, a list of token ids, .* got 5"),
         (lambda llm: llm.generate(["a", None]), "prompt 1: a prompt is text, .* got None"),
         (lambda llm: llm.generate(b"a"), "prompt 0: a prompt is text, .* got b'a'"),
+        (lambda llm: llm.generate(bytearray(b"ab")), r"prompt 0: a prompt is text, .* got bytearray\(b'ab'\)"),
+        (lambda llm: llm.generate(["a", memoryview(b"ab")]), "prompt 1: a prompt is text, .* got <memory"),
+        (lambda llm: llm.generate({"prompt": bytearray(b"ab")}), "prompt 0: a prompt is text"),
         (lambda llm: llm.generate({"text": "a"}), "prompt 0: a prompt is text, .* {\"prompt\": text} .* got {'text'"),
         (lambda llm: llm.generate("a", {"max_tokens": 1}), r"params must be SamplingParams, got \{.*: write SamplingParams\(\*\*params\)"),
         (lambda llm: llm.generate(["a"], [{"max_tokens": 1}]), "params must be SamplingParams, got"),
@@ -53,6 +56,7 @@ def test_prompts_of_every_form(llm, prompts, ids):
             lambda llm: llm.generate("a", scheduling={"priority": 1}),
             r"scheduling must be Scheduling, .* write Scheduling\(\*\*scheduling\)",
         ),
+        (lambda llm: llm.stream_chat([]), "a conversation is a list of messages"),
         (lambda llm: llm.chat(None), "a conversation is a list of messages"),
         (lambda llm: llm.chat("hello"), "a conversation is a list of messages"),
         (lambda llm: llm.chat(["hello"]), "a conversation is a list of messages"),
@@ -64,23 +68,26 @@ def test_wrong_calls_are_invalid_requests(llm, call, says):
     assert not llm.engine.running
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (({"prompt": None},), "a prompt is text"),
-        (("a", {"max_tokens": 1}), "params must be SamplingParams"),
-        (("a", PARAMS, {"priority": 1}), "scheduling must be Scheduling"),
-    ],
-)
-def test_the_asynchronous_engine_says_the_same(monkeypatch, arguments, says):
+def test_the_asynchronous_engine_says_the_same(monkeypatch):
     counting_engine.install(monkeypatch.setattr)
+    cases = [
+        ("a prompt is text", lambda engine: engine.generate({"prompt": None})),
+        ("params must be SamplingParams", lambda engine: engine.generate("a", {"max_tokens": 1})),
+        ("scheduling must be Scheduling", lambda engine: engine.generate("a", PARAMS, {"priority": 1})),
+        ("a conversation is a list of messages", lambda engine: engine.chat([])),
+        ("request_id must be a string of 1 to 256 characters", lambda engine: engine.generate("a", PARAMS, request_id=["x"])),
+        ("request_id must be a string", lambda engine: engine.generate("a", PARAMS, request_id=5)),
+        ("request_id must be a string", lambda engine: engine.generate("a", PARAMS, request_id="x" * 257)),
+    ]
 
     async def main():
         async with asyncio.timeout(60), AsyncEngine() as engine:
             outputs = [output async for output in engine.generate({"prompt_token_ids": [5]}, PARAMS)]
             assert outputs[0].prompt_token_ids == [5]
-            with pytest.raises(InvalidRequest, match=says):
-                await anext(engine.generate(*arguments))
+            for says, call in cases:
+                with pytest.raises(InvalidRequest, match=says):
+                    await anext(call(engine))
+            assert engine.open_sequences == 0
 
     asyncio.run(main())
 
@@ -95,10 +102,17 @@ def test_the_asynchronous_engine_says_the_same(monkeypatch, arguments, says):
         ({"logit_bias": [1]}, "logit_bias must be a dict of numbers by token id"),
         ({"ignore_eos": "yes"}, "ignore_eos must be True or False"),
         ({"temperature": "0"}, "temperature must be a number"),
+        ({"top_k": np.array([1, 2])}, r"top_k must be an integer from 0 to .*, got array\(\[1, 2\]\)"),
         ({"structured_output": "json"}, "structured_output must be a StructuredOutput, a JSON schema as a dict"),
         ({"structured_output": {"json": {"a": object()}}}, "structured_output is not JSON"),
         ({"structured_output": {"json": SCHEMA, "disable_any_whitespace": "yes"}}, "disable_any_whitespace must be true or false"),
         ({"structured_output": {"regex": "a", "disable_any_whitespace": True}}, "disable_any_whitespace needs json or json_object"),
+        ({"structured_output": {"regx": "a+"}}, r"must be a JSON schema or have just one of json, .*, got 'regx': did you mean regex\?"),
+        ({"structured_output": {"choices": ["a"]}}, r"got 'choices': did you mean choice\?"),
+        ({"structured_output": {"regex": "a", "choice": ["b"]}}, "just one of .*, got 'regex', 'choice'$"),
+        ({"structured_output": {"json_schema": SCHEMA}}, "got 'json_schema'"),
+        ({"structured_output": {"structural_tag": "a"}}, "got 'structural_tag'"),
+        ({"structured_output": {"disable_any_whitespace": True}}, "must be a JSON schema"),
     ],
 )
 def test_wrong_sampling_params(fields, says):
@@ -115,6 +129,8 @@ def test_sampling_params_as_in_vllm():
     ("given", "kind", "form"),
     [
         (SCHEMA, "json", SCHEMA),
+        ({}, "json", {}),
+        ({"x-note": 1, "enum": [1]}, "json", {"x-note": 1, "enum": [1]}),
         ({"json": SCHEMA}, "json", SCHEMA),
         (StructuredOutput("json", SCHEMA), "json", SCHEMA),
         (("json", json.dumps(SCHEMA)), "json", SCHEMA),
@@ -144,7 +160,8 @@ def test_structured_outputs_is_another_name_of_structured_output():
 
 
 def test_whitespace_can_be_turned_off():
-    for given in ({"json": SCHEMA, "disable_any_whitespace": True}, StructuredOutput("json", SCHEMA, disable_any_whitespace=True)):
+    options = {"disable_any_whitespace": True}
+    for given in ({"json": SCHEMA, **options}, {**SCHEMA, **options}, StructuredOutput("json", SCHEMA, disable_any_whitespace=True)):
         structure = SamplingParams(structured_output=given).structured_output
         assert (structure.kind, json.loads(structure.text), structure.disable_any_whitespace) == ("json", SCHEMA, True)
     assert not SamplingParams(structured_output={"json": SCHEMA}).structured_output.disable_any_whitespace
@@ -170,6 +187,8 @@ def test_editors_know_every_setting():
         ({"tenant_weights": {"a": "x"}}, InvalidSetting, "^tenant_weights: expected a dict of whole numbers"),
         ({"load_format": "dumy"}, InvalidSetting, "^load_format: expected one of auto, dummy, none, got 'dumy'"),
         ({"max_num_seqs": 0}, InvalidSetting, "^max_num_seqs must be at least 1"),
+        ({"max_num_seqs": np.array([1, 2])}, InvalidSetting, "^max_num_seqs: expected a whole number, got array"),
+        ({"max_num_seqs": np.float32(2)}, InvalidSetting, "^max_num_seqs: expected a whole number, got 2.0"),
     ],
 )
 def test_wrong_settings(engine, settings, kind, says):
@@ -177,5 +196,25 @@ def test_wrong_settings(engine, settings, kind, says):
         engine(**settings)
 
 
+def test_settings_may_be_numbers_of_numpy():
+    config = EngineConfig(max_num_seqs=np.int64(3), queue_ageing_ms=np.float32(0.5), gather_ms=np.int64(3), enforce_eager=np.bool_(True))
+    values = (config.max_num_seqs, config.queue_ageing_ms, config.gather_ms, config.enforce_eager)
+    assert [(type(value), value) for value in values] == [(int, 3), (float, 0.5), (int, 3), (bool, True)]
+
+
+def test_home_directories_are_found(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = EngineConfig(journal="~/a.journal", prefix_cache_dir="~/cache")
+    assert (config.journal, config.prefix_cache_dir) == ("/home/me/a.journal", "/home/me/cache")
+
+
 def test_a_model_may_be_a_path(tmp_path):
-    assert AsyncEngine(model=tmp_path).config == EngineConfig(model=str(tmp_path))
+    assert AsyncEngine(model=tmp_path).config == AsyncEngine(tmp_path).config == EngineConfig(model=str(tmp_path))
+
+
+def test_a_model_may_be_the_first_argument_of_an_asynchronous_engine():
+    assert AsyncEngine("org/name", seed=3).config == EngineConfig(model="org/name", seed=3)
+    with pytest.raises(InvalidSetting, match="model must be a name or a path, got 5"):
+        AsyncEngine(5)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'model'"):
+        AsyncEngine("org/name", model="other")

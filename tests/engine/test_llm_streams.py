@@ -1,6 +1,8 @@
 """Streams of LLM: increments, threads that share the engine, and how streams end."""
 
+import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -165,5 +167,67 @@ def test_close_ends_the_engine_once_and_open_streams(llm, capfd):
     assert capfd.readouterr().err.count("closed") == 1
     with pytest.raises(EngineClosed, match="the LLM is closed"):
         next(stream)
-    with pytest.raises(EngineClosed, match="the LLM is closed"):
-        llm.generate("a")
+
+
+def uses(llm, sequence):
+    """Calls that need the engine."""
+    return {
+        "generate": lambda: llm.generate("a"),
+        "generate nothing": lambda: llm.generate([]),
+        "open": lambda: llm.open("a"),
+        "open more": lambda: llm.open("abc"),
+        "fork": sequence.fork,
+        "append": lambda: sequence.append("a"),
+        "rewind": lambda: sequence.rewind(0),
+        "continue": lambda: sequence.generate(),
+        "set a priority": lambda: setattr(sequence, "priority", 3),
+        "load an adapter": lambda: llm.load_lora_adapter("a", "b"),
+        "unload an adapter": lambda: llm.unload_lora_adapter("a"),
+    }
+
+
+def test_a_closed_engine_refuses_every_use(llm):
+    sequence = llm.open("a")
+    llm.close()
+    for name, use in uses(llm, sequence).items():
+        with pytest.raises(EngineClosed, match="the LLM is closed"):
+            print(name, use())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_cannot_use_it_and_leaves_it_alone(llm, monkeypatch, capfd):
+    sequence = llm.open("a")
+    stream = llm.stream([2000], SamplingParams(max_tokens=9))
+    next(stream)
+    local, step, status = llm._local, llm.engine.step, []  # noqa: SLF001
+
+    def in_the_child():
+        wrong = []
+        for name, use in {**uses(llm, sequence), "read": lambda: next(stream)}.items():
+            try:
+                wrong.append((name, use()))
+            except EngineClosed as error:
+                if "made in another process" not in str(error):
+                    wrong.append((name, error))
+        sequence.drop()
+        stream.close()
+        llm.close()
+        return wrong
+
+    def forking():  # while the engine's lock is held
+        monkeypatch.undo()
+        references = sys.getrefcount(local)
+        if (child := os.fork()) == 0:
+            freed = sys.getrefcount(local) <= references
+            signal.alarm(20)
+            wrong = in_the_child()
+            os.write(2, str(wrong).encode() if wrong else b"")
+            os._exit(bool(wrong) or freed)
+        status.append(os.waitpid(child, 0)[1])
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", forking)
+    assert llm.generate([1000], SamplingParams(max_tokens=3))[0].token_ids == [1000, 1001, 1002]
+    assert (status, capfd.readouterr().err) == ([0], "")
+    assert [token for output in stream for token in output.token_ids] == list(range(2001, 2009))
+    assert not sequence.dropped

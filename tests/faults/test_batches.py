@@ -108,7 +108,7 @@ def test_an_interrupted_run_batch_keeps_what_was_not_answered(tmp_path):
 
     async def interrupt() -> None:
         config, server = EngineConfig(load_format="none"), ServerConfig()
-        running = asyncio.create_task(run_batch.answer_file(config, server, storage, source, tmp_path / "out.jsonl", 0.0))
+        running = asyncio.create_task(run_batch.answer_file(config, server, storage, source, 0.0))
         while not any(batch.completed for batch in await storage.batches.open()):
             await asyncio.sleep(0.01)
             assert not running.done()

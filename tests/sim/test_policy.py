@@ -155,6 +155,19 @@ def test_a_file_may_have_dataclasses_and_any_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        ("def __init__(self): {}['weights']", r"KeyError: 'weights' \(line 3 of mine.py\)"),
+        ("def __init__(self, weight): ...", "TypeError: .* missing 1 required positional argument: 'weight'"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_told_in_a_line(tmp_path, method, fault):
+    (tmp_path / "mine.py").write_text(f"from chairlift import Policy\nclass Mine(Policy):\n    {method}\n")
+    with pytest.raises(InvalidSetting, match=f"the policy Mine cannot be made: {fault}"):
+        load(f"{tmp_path / 'mine.py'}:Mine")
+
+
+@pytest.mark.parametrize(
     ("attributes", "fault"),
     [
         ({"name": "fcfs"}, "needs a name of its own"),

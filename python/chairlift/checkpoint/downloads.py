@@ -66,7 +66,8 @@ def downloads(directory: str | None = None) -> list[Download]:
     for repository in repositories(hub_dir(directory)):
         found += _hub_downloads(repository)
     for source in (cache / "files").glob(f"*/{SOURCE}"):
-        found.append(_download(_address_of(source), source.parent))
+        if any(path != source for path in source.parent.iterdir()):  # otherwise nothing came
+            found.append(_download(_address_of(source), source.parent))
     found += map(_ollama_download, ollama_models())
     return sorted(found, key=lambda one: one.name.lower())
 
@@ -113,8 +114,9 @@ def _hub_downloads(repository: Repository) -> Iterator[Download]:
         facts = [part.stat() for part in parts_of(model) if part.is_file()]
         modified = max((one.st_mtime for one in facts), default=0.0)
         yield Download(name, model, sum(one.st_size for one in facts), modified, _owner(repository), repository)
-    if others or not models:
-        yield _whole(repository)
+    whole = _whole(repository)
+    if others or (not models and whole.num_bytes):  # otherwise nothing came
+        yield whole
 
 
 def _whole(repository: Repository) -> Download:

@@ -12,6 +12,7 @@ from typing import Any
 from chairlift.cli import flags
 from chairlift.cli.flags import add_engine, add_sampling, sampling_settings
 from chairlift.cli.remote import add_api_key, client_key, get_json, stream_chat
+from chairlift.cli.text_input import text_input
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import ChairliftError, InvalidRequest
 
@@ -108,7 +109,7 @@ def converse(name: str, conversation: Conversation, answer: Callable[[str], None
 def _read_line() -> str | None:
     """The next line of input, stripped; None at its end."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return text_input(lambda: input("> " if sys.stdin.isatty() else "")).strip()
     except EOFError:
         return None
 

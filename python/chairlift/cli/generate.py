@@ -11,6 +11,7 @@ from typing import Any
 
 from chairlift.cli import flags, values
 from chairlift.cli.flags import add_engine, add_sampling, sampling_settings
+from chairlift.cli.text_input import text_input
 from chairlift.config import EngineConfig
 from chairlift.engine.client import AsyncEngine
 from chairlift.errors import InvalidRequest
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         if sys.stdin.isatty():
             raise InvalidRequest("no prompt: give one as an argument or on standard input")
-        prompts = [sys.stdin.read().removesuffix("\n")]
+        prompts = [text_input().removesuffix("\n")]
     asyncio.run(_generate(args.engine, prompts, sampling, args.started))
     return 0
 

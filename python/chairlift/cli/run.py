@@ -11,6 +11,7 @@ from chairlift.cli.chat import Conversation, answer_from, converse
 from chairlift.cli.flags import add_sampling, sampling_settings
 from chairlift.cli.local_server import MODEL_HELP, add_url, server_for
 from chairlift.cli.remote import add_api_key, client_key
+from chairlift.cli.text_input import text_input
 from chairlift.errors import InvalidRequest
 
 _EXAMPLES = """\
@@ -39,7 +40,7 @@ def add_parser(commands: Any, summary: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chats until the input ends, or answers one question."""
     sampling = {name: value for name, value in sampling_settings(args).items() if value is not None}
-    piped = "" if sys.stdin.isatty() else sys.stdin.read()
+    piped = "" if sys.stdin.isatty() else text_input()
     question = "\n\n".join(part for part in (" ".join(args.prompt), piped.strip()) if part)
     if not question and not sys.stdin.isatty():
         raise InvalidRequest("no question: give one after the model, or on standard input")

@@ -7,7 +7,7 @@ import asyncio
 import shutil
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,11 @@ from chairlift.config import EngineConfig
 from chairlift.engine.background import cancel
 from chairlift.engine.local_processes import local_processes
 from chairlift.engine.replicated_engine import ReplicatedEngine
-from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting
+from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting, writing
 from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from chairlift.server.storage.batches import Batch
     from chairlift.server.storage.storage import Storage
 
 _EXAMPLES = """\
@@ -50,21 +51,46 @@ def run(args: argparse.Namespace) -> int:
     """Answers all requests of the input."""
     from chairlift.server.storage.storage import Storage
 
-    if not args.input_file.is_file():
-        raise InvalidSetting(f"-i {args.input_file}: no such file")
-    server = args.server
+    source, target, server = args.input_file, args.output_file, args.server
+    _check(source, target, server.max_body_size)
     with ExitStack() as stack:
-        directory = server.data_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-"))
-        storage = Storage(directory, sys.maxsize)
-        stack.callback(storage.close)
-        failed = asyncio.run(answer_file(args.engine, server, storage, args.input_file, args.output_file, args.started))
-    if failed:
-        print(f"{failed} requests failed: {args.output_file} has their errors", file=sys.stderr)
-    return 1 if failed else 0
+        directory = server.data_dir or tempfile.mkdtemp(prefix="chairlift-")
+        if server.data_dir is None:
+            stack.callback(shutil.rmtree, directory)
+        with closing(Storage(directory, sys.maxsize)) as storage:
+            batch = asyncio.run(answer_file(args.engine, server, storage, source, args.started))
+            ids = (batch.fields["output_file_id"], batch.fields["error_file_id"])
+            answers = [storage.files.path(id) for id in ids if id is not None]
+        try:
+            with writing(f"-o {target}", f"; the answers are in {' and '.join(map(str, answers))}"), target.open("wb") as out:
+                for path in answers:
+                    with path.open("rb") as part:
+                        shutil.copyfileobj(part, out)
+        except InvalidSetting:
+            stack.pop_all()  # the directory stays
+            raise
+    if batch.failed:
+        print(f"{batch.failed} requests failed: {target} has their errors", file=sys.stderr)
+    return 1 if batch.failed else 0
 
 
-async def answer_file(config: EngineConfig, server: ServerConfig, storage: Storage, source: Path, target: Path, started: float) -> int:
-    """Runs the input as a batch and writes the output; returns the number of failed requests. Raises InvalidRequest for invalid input."""
+def _check(source: Path, target: Path, max_line: int) -> None:
+    """Checks the input and opens the output once, before a model is loaded for them. Raises InvalidSetting and InvalidRequest."""
+    from chairlift.server.batch.input import read_input
+
+    if not source.is_file():
+        raise InvalidSetting(f"-i {source}: no such file")
+    _, errors = read_input(source, None, max_line)
+    if errors:
+        where = "" if errors[0]["line"] is None else f", line {errors[0]['line']}"
+        raise InvalidRequest(f"{source}{where}: {errors[0]['message']}")
+    if not target.is_fifo():  # its reader would take this for the end
+        with writing(f"-o {target}"):
+            target.open("ab").close()
+
+
+async def answer_file(config: EngineConfig, server: ServerConfig, storage: Storage, source: Path, started: float) -> Batch:
+    """Runs a valid input as a batch, and returns that."""
     from chairlift.checkpoint.locate import public_name
     from chairlift.server.app import application
     from chairlift.server.batch.input import import_input
@@ -93,14 +119,4 @@ async def answer_file(config: EngineConfig, server: ServerConfig, storage: Stora
         running.result()
     finally:
         await engine.close()
-    batch = await storage.batches.get("", batch_id)
-    if errors := batch.fields["errors"]:
-        first = errors["data"][0]
-        where = "" if first["line"] is None else f", line {first['line']}"
-        raise InvalidRequest(f"{source}{where}: {first['message']}")
-    with target.open("wb") as out:
-        for name in ("output_file_id", "error_file_id"):
-            if (id := batch.fields[name]) is not None:
-                with storage.files.path(id).open("rb") as answers:
-                    shutil.copyfileobj(answers, out)
-    return batch.failed
+    return await storage.batches.get("", batch_id)

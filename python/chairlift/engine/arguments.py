@@ -67,14 +67,15 @@ def sampling(params: Any, sampling_params: Any) -> Any:
     return sampling_params if params is None else params
 
 
+_BYTES = (bytes, bytearray, memoryview)
 _TYPES = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 
 def listed(prompts: Prompt | Iterable[Any]) -> list[Any]:
     """The prompts as a list; a single prompt becomes a list of one. Raises InvalidRequest."""
+    if isinstance(prompts, (str, Mapping, *_BYTES)):
+        return [prompts]
     values = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
-    if isinstance(values, (str, bytes, Mapping)):
-        return [values]
     if not isinstance(values, Iterable):
         raise InvalidRequest(f"prompts must be {_TYPES}, or a list of these, got {prompts!r:.50}", param="prompt")
     several = list(values)
@@ -86,10 +87,10 @@ def text_or_ids(prompt: Prompt) -> str | list[int]:
     value: Any = prompt
     if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "prompt_token_ids"}:
         value = prompt.get("prompt_token_ids", prompt.get("prompt"))
-    if hasattr(value, "tolist"):
+    if hasattr(value, "tolist") and not isinstance(value, _BYTES):
         value = value.tolist()
     if isinstance(value, str):
         return value
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
+    if not isinstance(value, Sequence) or isinstance(value, _BYTES):
         raise InvalidRequest(f"a prompt is {_TYPES}, got {prompt!r:.50}", param="prompt")
     return [token if type(token) is int or isinstance(token, bool) or not isinstance(token, Integral) else int(token) for token in value]

@@ -44,6 +44,8 @@ class Chat:
         custom = frozenset(tool.custom.name for tool in tools if tool.custom is not None)
         spec = choose(functions, options.tool_choice, custom=custom)
         conversation = [message.for_template(f"messages[{i}]") for i, message in enumerate(_validated(_MESSAGES, messages, "messages"))]
+        if not conversation:
+            raise InvalidRequest("a conversation is a list of messages, each with `role` and `content`", param="messages")
         inputs = model.template_inputs(conversation, _variables(options), spec)
         self.prompt = tokenizer.chat(inputs.conversation, **inputs.variables)
         """Token ids."""

@@ -63,15 +63,16 @@ EXPLAINED_AT_ONCE = 16
 class AsyncEngine(EngineClient):
     """An engine in a child process, for one event loop.
 
-    Its settings are those of `config`, or the defaults, changed by keyword arguments. Use it with `async with`, or call `start` and
-    `close`. Engines with the same `process` run in it, and share its time by `weight`; those of a lower `priority` go first, and those
-    with a `target_itl_ms` are to have a step at least that often. An engine without `process` has one of its own. With a `hash_key` of
-    16 bytes it tells `on_cache_change` what its prefix cache gains and loses, by names under this key.
+    Its settings are those of `config`, or the defaults, changed by keyword arguments. A model's name or path may stand for `config`.
+    Use it with `async with`, or call `start` and `close`. Engines with the same `process` run in it, and share its time by `weight`;
+    those of a lower `priority` go first, and those with a `target_itl_ms` are to have a step at least that often. An engine without
+    `process` has one of its own. With a `hash_key` of 16 bytes it tells `on_cache_change` what its prefix cache gains and loses, by
+    names under this key.
     """
 
     def __init__(
         self,
-        config: EngineConfig | None = None,
+        config: EngineConfig | str | os.PathLike[str] | None = None,
         *,
         process: EngineProcess | None = None,
         weight: int = 1,
@@ -79,7 +80,10 @@ class AsyncEngine(EngineClient):
         hash_key: bytes = b"",
         **settings: Unpack[ModelSettings],
     ) -> None:
-        config = engine_config("AsyncEngine", settings, config)
+        if isinstance(config, EngineConfig | None):
+            config = engine_config("AsyncEngine", settings, config)
+        else:
+            config = engine_config("AsyncEngine", dict(model=config, **settings))
         self._process = process or EngineProcess(config.load_format, exclusive=True)
         super().__init__(config, self._process.tags)
         self._modules = dict(self.config.lora_modules or {})
@@ -130,9 +134,10 @@ class AsyncEngine(EngineClient):
         """
         began = time.perf_counter() if since is None else since
         if self._number is not None:
-            raise RuntimeError("the engine has been started already; close it first")
+            raise ChairliftError("the engine has been started already: close it first")
+        self._loop = asyncio.get_running_loop()
         self._stats, self._phases, self._remembered, self._started = Stats(), {}, Remembered(), False
-        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_ready: asyncio.Future[None] = self._loop.create_future()
         self._closed = False
         # The process starts first, because importing torch takes longest. The model is located meanwhile.
         self._number = await self._process.attach(self)
@@ -163,11 +168,19 @@ class AsyncEngine(EngineClient):
         return tokenizer
 
     async def close(self) -> None:
-        """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly."""
-        self._closed = True  # also for a `start` that has not got its number yet
-        number, self._number = self._number, None
-        if number is None:
+        """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly.
+
+        Raises ChairliftError in another event loop than that of `start`, unless that one has ended.
+        """
+        if self._number is None:
+            self._closed = True  # for a `start` that has not got its number yet
             return
+        if self._loop.is_closed():
+            self._lose_loop()
+            return
+        self._check_loop()
+        self._closed = True
+        number, self._number = self._number, None
         running = self.alive
         self._fail(EngineClosed("the engine was closed"))
         if self._process.exclusive:
@@ -176,6 +189,18 @@ class AsyncEngine(EngineClient):
         self._process.detach(number)
         if running:
             await self._process.unload(number)
+
+    def _lose_loop(self) -> None:
+        """Ends the engine without its event loop, which has ended."""
+        self._process.kill()
+        self._process = EngineProcess(self.config.load_format, exclusive=True)
+        self._number, self._death = None, EngineDead("the engine was closed")
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise ChairliftError(
+                "an AsyncEngine answers only in the event loop that started it: use it within one asyncio.run, or start another one here"
+            )
 
     def forget_tokenizer(self) -> None:
         """Frees the tokenizer of a closed engine; the next start reads it again. It takes some 100 MB for a large vocabulary."""
@@ -303,11 +328,12 @@ class AsyncEngine(EngineClient):
         return await self._questions.ask(question)
 
     def check_ready(self) -> None:
-        """Raises EngineDead unless requests can run."""
+        """Raises EngineDead unless requests can run, and ChairliftError in another event loop than that of `start`."""
         if self._death is not None:
             raise EngineDead(str(self._death))
         if not self._started:
             raise EngineDead("the engine is not ready yet")
+        self._check_loop()
 
     def _check_open(self) -> int:
         """Returns the engine's number in the process. Raises EngineClosed if `close` was called after `start`."""

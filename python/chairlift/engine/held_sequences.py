@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Self
 
+from chairlift.checks import integer, number
 from chairlift.engine.engine_request import Continues
 from chairlift.engine.frames import DropSequence, ForkSequence, Frame, SetPriority
 from chairlift.errors import InvalidRequest, SequenceBusy, SequenceDropped, TooManySequences
@@ -124,8 +125,7 @@ class HeldSequence:
 
     def __init__(self, held: HeldSequences, token_ids: Iterable[int], scheduling: Scheduling, lease: float) -> None:
         """Raises InvalidRequest for a lease out of range, and TooManySequences."""
-        if not 0 < lease <= LONGEST_LEASE:
-            raise InvalidRequest(f"lease must be above 0 and at most {LONGEST_LEASE:g} seconds, got {lease!r:.50}", param="lease")
+        number("lease", lease, 0.0, LONGEST_LEASE, above=True)
         self._held = held
         self._token_ids = array("i", token_ids)  # never changed in place, because forks share it
         self._logprobs: list[tuple[int, float]] = []  # (position, value) of generated tokens; never changed in place
@@ -162,6 +162,7 @@ class HeldSequence:
 
     @priority.setter
     def priority(self, priority: int) -> None:
+        self.check_dropped()
         self._scheduling = replace(self._scheduling, priority=priority)
         tag = self._tag
         if tag is not None:
@@ -210,10 +211,9 @@ class HeldSequence:
     def rewind(self, count: int) -> None:
         """Removes the last `count` tokens. The others stay computed. Raises InvalidRequest unless one token is left."""
         self._check_idle()
+        integer("count", count, 0, len(self._token_ids) - 1)
         self._count_idle_time()
         kept = len(self._token_ids) - count
-        if not 0 < kept <= len(self._token_ids):
-            raise InvalidRequest(f"count must be from 0 to {len(self._token_ids) - 1}, got {count!r:.50}", param="count")
         self._token_ids = self._token_ids[:kept]
         self._set_logprobs([(position, logprob) for position, logprob in self._logprobs if position < kept])
         self._computed = min(self._computed, kept)
@@ -322,7 +322,8 @@ class HeldSequence:
         self._renew()
 
     def _forks(self, count: int) -> list[Self]:
-        """Makes `count` idle copies, all or none. Raises TooManySequences and SequenceDropped."""
+        """Makes `count` idle copies, all or none. Raises InvalidRequest, TooManySequences and SequenceDropped."""
+        integer("count", count, 1, 2**31 - 1)
         with self._held.lock:
             return self._copies(count)
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from chairlift.engine.async_live_sequence import AsyncLiveSequence
+from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -55,6 +56,21 @@ class LiveSequence(AsyncLiveSequence):
     ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, in increments. If the generator is closed early, the sequence stays as it was."""
         return self._engine.iterate(super().stream(params, scheduling=scheduling))
+
+    def check_engine(self, engine: LocalEngine) -> None:
+        """Raises InvalidRequest if the sequence belongs to another engine."""
+        if self._engine is not engine:
+            raise InvalidRequest("this sequence belongs to another LLM", param="prompt")
+
+    def check_dropped(self) -> None:
+        """Raises EngineClosed after the LLM's `close` and after a fork, and SequenceDropped after `drop` or the end of the lease."""
+        self._engine.check_ready()
+        super().check_dropped()
+
+    def drop(self) -> None:
+        """Frees the sequence's memory and aborts its generation, if any, which raises SequenceDropped. May be called repeatedly."""
+        if not self._engine.forked:
+            super().drop()
 
     def __enter__(self) -> Self:
         return self

@@ -50,8 +50,9 @@ LONG_WORK = 1.0
 class LLM:
     """A model in this process: no child process, no server, no `__main__` guard.
 
-    Use it with `with`, or call `close`. Threads may share it: their requests run in the same batches. Raises ModelNotFound or
-    UnsupportedModel, InvalidSetting for a setting's value, or TypeError for an unknown setting.
+    Use it with `with`, or call `close`. Threads may share it: their requests run in the same batches. A process that was forked since
+    cannot use it: its calls raise EngineClosed. Raises ModelNotFound or UnsupportedModel, InvalidSetting for a setting's value, or
+    TypeError for an unknown setting.
     """
 
     tokenizer: Tokenizer
@@ -114,6 +115,7 @@ class LLM:
         QueueFull, before any prompt runs. A request that fails later has `finish_reason` "error", one that misses its deadline
         "deadline"; neither affects the others.
         """
+        self._local.check_ready()
         params = sampling(params, sampling_params)
         many = [prompts] if isinstance(prompts, LiveSequence) else listed(prompts)
         each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
@@ -122,6 +124,7 @@ class LLM:
         for index, (prompt, one, own) in enumerate(zip(many, each, treated, strict=True)):
             with _naming(index):
                 if isinstance(prompt, LiveSequence):
+                    prompt.check_engine(self._local)
                     valid = self._local.validate(prompt.token_ids, prompt.params(one))
                     requests.append((partial(_continued, prompt, one, own), valid))
                 else:
@@ -151,8 +154,8 @@ class LLM:
         import numpy as np
 
         check_dimensions(dimensions, self.info)
-        embeddings = np.array(_embeddings(self.generate(texts, EMBED, scheduling=scheduling, progress=progress)), dtype=np.float32)
-        embeddings = embeddings[:, :dimensions]
+        rows = _embeddings(self.generate(texts, EMBED, scheduling=scheduling, progress=progress))
+        embeddings = np.array(rows, dtype=np.float32).reshape(-1, self.info.embedding_size)[:, :dimensions]
         return embeddings if dimensions is None else embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -183,6 +186,7 @@ class LLM:
         (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
         (own,) = _one_each("scheduling", Scheduling, scheduling, 1)
         if isinstance(prompt, LiveSequence):
+            prompt.check_engine(self._local)
             return prompt.stream(one, scheduling=own)
         return self._local.iterate(self._local.run(self._local.make(prompt, one, own)))
 

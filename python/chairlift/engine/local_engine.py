@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
+import os
 import signal
 import sys
 import threading
 import time
 import types
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,16 +60,22 @@ class LocalEngine(EngineClient):
         self._frames: deque[Frame | EngineRequest] = deque()  # to the engine; each Abort has sequences to leave
         self._lock = threading.Lock()  # held for each use of the engine
         self._delivering = threading.Lock()  # held while tokens are given to streams or taken from one
+        self.forked = False
+        """Whether this is a copy in a child process, which has none of the engine's threads. Its locks may be held for ever."""
+        _engines.add(self)
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises EngineClosed after `close`."""
+        """The engine. Raises EngineClosed after `close` and after a fork."""
+        self.check_process()
         if self._engine is None:
             raise EngineClosed("the LLM is closed: make a new one")
         return self._engine
 
     def close(self) -> None:
-        """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly."""
+        """Ends the engine and frees its memory. Open requests raise EngineClosed. May be called repeatedly. Does nothing after a fork."""
+        if self.forked:
+            return
         with self._lock:
             engine, self._engine = self._engine, None
             streams, self._streams = set(self._streams.values()), {}
@@ -77,8 +86,13 @@ class LocalEngine(EngineClient):
             self._hosted.close()
 
     def check_ready(self) -> None:
-        """Raises EngineClosed after `close`."""
+        """Raises EngineClosed after `close` and after a fork."""
         _ = self.engine
+
+    def check_process(self) -> None:
+        """Raises EngineClosed after a fork."""
+        if self.forked:
+            raise EngineClosed("the LLM was made in another process: make a new one after the fork")
 
     def tell(self, frame: Frame) -> None:
         """Sends a frame to the engine, which gets it between two steps. Does nothing after `close`."""
@@ -89,6 +103,7 @@ class LocalEngine(EngineClient):
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[Engine]:
         """Yields the engine between two steps."""
+        self.check_process()
         with self._lock:
             self._handle_frames()
             yield self.engine
@@ -98,7 +113,8 @@ class LocalEngine(EngineClient):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def hold(self, prompt_token_ids: Sequence[int], scheduling: Scheduling, lease: float = LEASE) -> LiveSequence:
-        """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest and TooManySequences."""
+        """Returns a prompt as a live sequence, which is not computed yet. Raises InvalidRequest, TooManySequences and EngineClosed."""
+        self.check_ready()
         self.validate(prompt_token_ids, COMPUTE)
         self._sequences.expire()
         return LiveSequence(self, self._sequences, prompt_token_ids, scheduling, lease)
@@ -148,6 +164,7 @@ class LocalEngine(EngineClient):
             stream.wait_in(ready)
 
         try:
+            self.check_process()
             with _interrupts_held() as interrupted:
                 for index in range(len(coroutines)):
                     if not interrupted.is_set():
@@ -227,7 +244,7 @@ class LocalEngine(EngineClient):
 
     def _handle_if_free(self) -> None:
         """Handles frames now, unless the engine is in use: its user does that before the next step."""
-        if self._lock.acquire(blocking=False):
+        if not self.forked and self._lock.acquire(blocking=False):
             try:
                 self._handle_frames()
             finally:
@@ -249,6 +266,19 @@ class LocalEngine(EngineClient):
     def _on_frame(self, frame: Frame) -> None:
         assert isinstance(frame, Rejected)  # nothing else is asked for
         self._reject(frame)
+
+
+_engines: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """Marks all engines in a forked process. Their memory is never freed there: that would wait for threads of the other process."""
+    for engine in _engines:
+        engine.forked = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 class _Stream(Stream):

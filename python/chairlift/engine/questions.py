@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from chairlift.checks import text
 from chairlift.engine.frames import Frame
 from chairlift.errors import EngineDead
 from chairlift.outputs import Timeline
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 REMEMBERED = 10_000
 """Maximum number of request ids that `explain` knows. The engine remembers as many ended sequences."""
+
+MAX_ID = 256
+"""Most characters of a request id."""
 
 
 class Questions:
@@ -62,7 +66,8 @@ class Remembered(Generic[T]):
         self._requests: dict[str, T] = {}
 
     def add(self, request_id: str, request: T) -> None:
-        """Remembers a request, and forgets the oldest beyond the limit."""
+        """Remembers a request, and forgets the oldest beyond the limit. Raises InvalidRequest for an id that is no text or is too long."""
+        text("request_id", request_id, 1, MAX_ID)
         self._requests.pop(request_id, None)  # keeps the newest last
         self._requests[request_id] = request
         if len(self._requests) > REMEMBERED:

@@ -108,9 +108,10 @@ def load(text: str) -> str:
         )
         raise InvalidSetting(f"{file} has no policy {name!r}: it has {', '.join(known) or 'none'}")
     try:
-        return use(found())
-    except TypeError as error:
-        raise InvalidSetting(f"{name} cannot be made without arguments: {error}") from None
+        policy = found()
+    except Exception as error:
+        raise InvalidSetting(f"the policy {name} cannot be made: {_last_line(error)}") from None
+    return use(policy)
 
 
 def report_failure(name: str | None) -> None:

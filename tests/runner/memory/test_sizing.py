@@ -226,6 +226,11 @@ def test_sizes_that_cannot_fit_are_refused_before_the_weights_are_loaded():
         ({"kv_cache_memory_bytes": 1000}, "does not hold two blocks"),
         ({"num_kv_blocks": 1}, "does not hold two blocks"),
         ({"swap_space": 1}, "does not hold a block"),
+        ({"swap_space": 10**14}, "--swap-space 100000000000000: there are"),
+        ({"max_num_seqs": 10**9}, r"--max-num-seqs 1000000000: such a step takes \S+ GiB, and there is \S+ GiB of free memory"),
+        ({"max_num_seqs": 10**9, "num_kv_blocks": 100}, "--max-num-seqs 1000000000: such a step takes"),
+        ({"static_batch_size": 10**9, "batching": "static"}, "--static-batch-size 1000000000: such a step takes"),
+        ({"max_num_batched_tokens": 10**9}, "--max-num-batched-tokens 1000000000: such a step takes"),
     ):
         with pytest.raises(InvalidSetting, match=message):
             check(**settings)

@@ -1,8 +1,10 @@
 import dataclasses
 import gc
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from chairlift.layers.tensor_parallel import ALONE
 from chairlift.models.config import load_shape
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
+from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
 from chairlift.runner.tensor_parallel.split import part_of
 from chairlift.runner.tensor_parallel.worker import Worker
 
@@ -108,6 +111,20 @@ def test_workers_that_nobody_needs_any_more_are_gone(byte_model: Path) -> None:
             gc.collect()
         # Not even the system's entry of it is left, which another process would have to clear away.
         assert not Path(f"/proc/{worker.process.pid}").exists()
+
+
+def test_a_fork_that_exits_leaves_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    worker: Any = SimpleNamespace(end=lambda: ended.append(os.getpid()))
+    part: Any = SimpleNamespace(device=None, batch_invariant=True)
+    executor, other = (TensorParallelExecutor([worker], part, part) for _ in range(2))
+    owner = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: owner + 1)
+    executor.close()
+    assert ended == []
+    monkeypatch.undo()
+    other.close()
+    assert ended == [owner]
 
 
 def test_too_little_memory_in_a_step_ends_all_and_is_not_tried_again(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

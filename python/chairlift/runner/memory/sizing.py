@@ -120,9 +120,22 @@ def fit(config: EngineConfig, model: ModelShape, kv: str, available: int, *, ste
     """
     step = fit_step(config, model, available, step_tokens)
     left = min(available * LARGEST_SHARE, available - headroom(available)) - step_bytes(model, step.seqs, step.tokens)
+    if left < 0:
+        _check_step(config, model, step, available)
     source = f"{gib(available)} of free memory"
     # A quarter by default, because other programs need memory too.
     return fit_cache(config, model, kv, step, Room(int(left), source, int(available * DEFAULT_SHARE), f"a quarter of the {source}"))
+
+
+def _check_step(config: EngineConfig, model: ModelShape, step: StepSize, available: int) -> None:
+    """Raises InvalidSetting for the setting that asks for a step that memory does not hold, if one does."""
+    seqs, tokens = config.max_num_seqs or config.static_batch_size, config.max_num_batched_tokens
+    flag, value = ("--max-num-seqs" if config.max_num_seqs else "--static-batch-size"), seqs
+    if tokens is not None and (seqs is None or _activations(model, tokens) > _sampling(model, seqs)):
+        flag, value = "--max-num-batched-tokens", tokens
+    if value is not None:
+        needs = gib(step_bytes(model, step.seqs, step.tokens))
+        raise InvalidSetting(f"{flag} {value}: such a step takes {needs}, and there is {gib(available)} of free memory")
 
 
 def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, room: Room) -> Size:
@@ -266,9 +279,10 @@ class HostBudget:
     def check(self, config: EngineConfig, model: ModelShape, precision: Precision) -> None:
         """Raises InvalidSetting, before the weights are loaded, for sizes that would not fit without them. `decide` has checked these."""
         self.fit(config, model, precision, lambda step: None)
-        fit_host(config, model, precision.kv, available_memory() // self._processes)
 
     def fit(self, config: EngineConfig, model: ModelShape, precision: Precision, run: Callable[[StepSize], None]) -> Size:
         """Sizes a step and the KV cache. Swapped-out blocks are in the same memory as the cache."""
-        available = max(0, available_memory() // self._processes - config.swap_space)
-        return fit(config, model, precision.kv, available, step_tokens=tile_step_tokens(model, precision) if self._tiles else None)
+        available = available_memory() // self._processes
+        fit_host(config, model, precision.kv, available)
+        left = available - config.swap_space
+        return fit(config, model, precision.kv, left, step_tokens=tile_step_tokens(model, precision) if self._tiles else None)

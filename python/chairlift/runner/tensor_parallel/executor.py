@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import subprocess
 import tempfile
@@ -44,7 +45,7 @@ class TensorParallelExecutor(DeviceExecutor):
 
     def __init__(self, workers: list[_Worker], group: TensorParallelGroup, part: TorchExecutor) -> None:
         self.workers, self._group, self.part = workers, group, part
-        self._end = weakref.finalize(self, _end, workers)
+        self._end = weakref.finalize(self, _end_own, workers, os.getpid())
         self.device, self.batch_invariant = part.device, part.batch_invariant
 
     @classmethod
@@ -131,6 +132,12 @@ def _end_on_failure(workers: list[_Worker]) -> Iterator[None]:
             # Not an OutOfMemory, because the step cannot be split: the workers are in the middle of it.
             raise ChairliftError(f"{OUT_OF_MEMORY} ({error})") from None
         raise
+
+
+def _end_own(workers: list[_Worker], owner: int) -> None:
+    """Ends the workers of this process `owner`, but not in a fork of it that exits."""
+    if os.getpid() == owner:
+        _end(workers)
 
 
 def _end(workers: list[_Worker]) -> None:
