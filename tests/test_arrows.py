@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "gate": {"server", "engine", "tokenizer", *LEAVES},
     "server": {"engine", "chat", "grammar", "tokenizer", "template_process", "checkpoint", "directories", *LEAVES, ""},
     "fleet": {"engine", *LEAVES},
-    "engine": {"runner", "chat", "grammar", "tokenizer", "checkpoint", "child_process", "directories", "_core", *LEAVES, ""},
+    "engine": {"runner", "chat", "grammar", "tokenizer", "checkpoint", "checks", "child_process", "directories", "_core", *LEAVES, ""},
     "runner": {"child_process", "models", "layers", "kernels", "checkpoint", "architectures", "_core", *LEAVES},
     "models": {"layers", "architectures", *LEAVES},
     "layers": {"kernels", "_core"},

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, field, fields
+from numbers import Real
 from typing import Any
 
 from chairlift.scheduling import LONGEST_MS
@@ -23,7 +24,7 @@ def flag(default: Any, help: str, parse: Callable[[str], Any] = str, *, group: s
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "str": (str, "text"),
     "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
+    "float": (Real, "a number"),
     "bool": (bool, "True or False"),
     "Mapping": (Mapping, "a dict"),
 }

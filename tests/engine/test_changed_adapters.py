@@ -160,7 +160,7 @@ def test_a_restarted_engine_serves_without_an_adapter_that_cannot_be_read_any_mo
 def test_a_sequence_that_is_dropped_before_its_request_runs_leaves_no_home(byte_model: Path) -> None:
     async def test(engine: ReplicatedEngine, first: AdapterProcess, second: AdapterProcess) -> None:
         sequence = engine.hold([5, 6, 7], Scheduling())
-        stream = await engine.prepare([5, 6, 7], SamplingParams(max_tokens=1), sequence=sequence)
+        stream = await engine.prepare_tokens([5, 6, 7], SamplingParams(max_tokens=1), sequence=sequence)
         sequence.drop()
         engine.run(stream)
         assert engine._homes == {}  # noqa: SLF001
