@@ -5,32 +5,28 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 
-class RunningSequence(TypedDict):
-    """A sequence with a batch slot."""
-
-    slot: int
+class _Sequence(TypedDict):
     tag: int
     tenant: str
     priority: int
     tier: str
     state: str
     prompt_tokens: int
-    computed_tokens: int
     output_tokens: int
+
+
+class RunningSequence(_Sequence):
+    """A sequence with a batch slot."""
+
+    slot: int
+    computed_tokens: int
     blocks: int
     age_us: int
 
 
-class WaitingSequence(TypedDict):
+class WaitingSequence(_Sequence):
     """A sequence that waits."""
 
-    tag: int
-    tenant: str
-    priority: int
-    tier: str
-    state: str
-    prompt_tokens: int
-    output_tokens: int
     waited_us: int
 
 

@@ -1,30 +1,12 @@
 //! Requests in the line, and what requests that end early, share a name or have forks leave in their sessions.
 
-use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Config, Fcfs, Request, SessionEvent, SessionTurns, Tier, Time, Token};
-
-const SECOND: Time = 1_000_000;
-/// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
-const PROMPT: u32 = 1190;
-
-fn config() -> Config {
-    Config { num_kv_blocks: 201, max_num_seqs: 8, max_session_wait: 1 << 50, ..plenty(&Fcfs) }
-}
-
-/// A turn of the session with this number, whose prompt is the same in each turn.
-fn turn(tag: u64, session: u64) -> Request {
-    let prompt = (0..PROMPT).map(|at| if at == 0 { 3_000_000 + session as Token } else { 10 }).collect();
-    Request { prompt, session: Some(session.to_string().into()), ..ask(tag, 1, 10) }
-}
-
-/// Runs until all requests but those of parked sessions have ended.
-fn run(lab: &mut Lab) {
-    while lab.try_step().is_some() {}
-}
+use crate::lab::{Cost, Lab, ask};
+use crate::sessions::{SECOND, config, lab, run, turn};
+use chairlift_core::{Config, Fcfs, Request, SessionEvent, SessionTurns, Tier, Token};
 
 /// Two active sessions fill the cache.
 fn two_active(config: Config) -> Lab {
-    let mut lab = Lab::taught(config, Cost(1000, 1000, 10));
+    let mut lab = lab(config);
     for session in 1..3 {
         lab.add(turn(session, session));
         run(&mut lab);
@@ -36,7 +18,7 @@ fn two_active(config: Config) -> Lab {
 fn forks_of_a_request_in_the_line_keep_no_session_from_coming_in() {
     // Sessions 1 and 2 always have a request. When does session 3 come in?
     let comes_in = |forks: &[(u64, u64)]| {
-        let mut lab = two_active(config());
+        let mut lab = two_active(config(&Fcfs));
         lab.check_every = 50;
         let (start, mut tag, mut open) = (lab.now, 10, Vec::new());
         for round in 0.. {
@@ -74,7 +56,7 @@ fn forks_of_a_request_in_the_line_keep_no_session_from_coming_in() {
 #[test]
 fn forks_in_the_line_run_when_their_parent_was_cancelled_and_leave_nothing_when_they_were() {
     for cancelled in [3, 1003] {
-        let mut lab = two_active(config());
+        let mut lab = two_active(config(&Fcfs));
         lab.add(turn(3, 3));
         lab.fork(3, 1003);
         lab.fork(1003, 2003);
@@ -87,7 +69,7 @@ fn forks_in_the_line_run_when_their_parent_was_cancelled_and_leave_nothing_when_
 
 #[test]
 fn another_tenants_equal_answer_takes_no_session() {
-    let mut lab = Lab::taught(Config { session_turns: SessionTurns::All, ..config() }, Cost(1000, 1000, 10));
+    let mut lab = lab(Config { session_turns: SessionTurns::All, ..config(&Fcfs) });
     let first = Request { session: None, max_new_tokens: 30, ..turn(7, 7) };
     let continued = [first.prompt.clone(), vec![7; 30], vec![9; 5]].concat();
     lab.add(first.clone());
@@ -118,7 +100,7 @@ fn short_turn(tag: u64, session: u64) -> Request {
 
 #[test]
 fn a_prompt_that_was_cancelled_in_the_line_keeps_no_later_one_waiting() {
-    let mut lab = two_active(config());
+    let mut lab = two_active(config(&Fcfs));
     lab.add(long_turn(3, 3));
     run(&mut lab);
     assert!(!lab.started.contains(&3));
@@ -131,7 +113,7 @@ fn a_prompt_that_was_cancelled_in_the_line_keeps_no_later_one_waiting() {
 
 #[test]
 fn a_prompt_that_was_cancelled_in_the_line_takes_nobodys_turn() {
-    let mut lab = two_active(config());
+    let mut lab = two_active(config(&Fcfs));
     // Somebody waits.
     lab.add(turn(3, 3));
     run(&mut lab);
@@ -151,7 +133,7 @@ fn a_prompt_that_was_cancelled_in_the_line_takes_nobodys_turn() {
 #[test]
 fn a_session_has_its_context_again_when_the_prompt_that_continued_it_was_cancelled_in_the_line() {
     // Session 1 loses its turn to session 3, and sends a prompt that goes on for long.
-    let mut lab = two_active(config());
+    let mut lab = two_active(config(&Fcfs));
     lab.add(turn(3, 3));
     lab.finish();
     let first = turn(4, 1);
@@ -180,7 +162,7 @@ fn knows(lab: &mut Lab, name: &str) -> bool {
 
 #[test]
 fn a_subagents_name_is_known_while_it_has_a_request() {
-    let mut lab = two_active(config());
+    let mut lab = two_active(config(&Fcfs));
     lab.add(of_subagent(3, 5));
     lab.add(of_subagent(4, 200));
     lab.step_until_ended(3);
@@ -198,7 +180,7 @@ fn a_subagents_name_is_known_while_it_has_a_request() {
 
 #[test]
 fn all_threads_of_a_subagent_end_with_it() {
-    let mut lab = two_active(config());
+    let mut lab = two_active(config(&Fcfs));
     let before = lab.scheduler.blocks_used().wanted;
     lab.add(of_subagent(3, 5));
     lab.add(of_subagent(4, 5));
@@ -211,7 +193,7 @@ fn all_threads_of_a_subagent_end_with_it() {
 #[test]
 fn requests_in_the_line_are_no_queued_work() {
     let predicted = |line: u64| {
-        let mut lab = two_active(Config { gather: 10 * SECOND, max_num_seqs: 2, ..config() });
+        let mut lab = two_active(Config { gather: 10 * SECOND, max_num_seqs: 2, ..config(&Fcfs) });
         lab.cost = Cost(1000, 200, 10);
         for session in 10..10 + line {
             lab.add(turn(session, session));

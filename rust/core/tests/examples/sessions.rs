@@ -7,22 +7,22 @@ use chairlift_core::{
 use std::collections::HashMap;
 use std::sync::Arc;
 
-const SECOND: Time = 1_000_000;
+pub(crate) const SECOND: Time = 1_000_000;
 /// Prompt tokens of a turn: 75 blocks with its output. Two contexts fit into the cache, and three do not.
-const PROMPT: u32 = 1190;
+pub(crate) const PROMPT: u32 = 1190;
 const FOREVER: Time = 1 << 50;
 
-fn config(policy: &'static dyn Policy) -> Config {
+pub(crate) fn config(policy: &'static dyn Policy) -> Config {
     Config { num_kv_blocks: 201, max_num_seqs: 8, max_session_wait: FOREVER, ..plenty(policy) }
 }
 
 /// A step takes a millisecond, and as much more for each prompt token: a context takes 1.2 s.
-fn lab(config: Config) -> Lab {
+pub(crate) fn lab(config: Config) -> Lab {
     Lab::taught(config, Cost(1000, 1000, 10))
 }
 
 /// A turn of the session with this number, whose prompt is the same in each turn.
-fn turn(tag: u64, session: u64) -> Request {
+pub(crate) fn turn(tag: u64, session: u64) -> Request {
     let prompt = (0..PROMPT).map(|at| if at == 0 { 3_000_000 + session as Token } else { 10 }).collect();
     Request { prompt, session: Some(session.to_string().into()), ..ask(tag, 1, 10) }
 }
@@ -32,7 +32,7 @@ fn waited(lab: &Lab, tag: u64) -> Time {
 }
 
 /// Runs until all requests but those of parked sessions have ended.
-fn run(lab: &mut Lab) {
+pub(crate) fn run(lab: &mut Lab) {
     while lab.try_step().is_some() {}
 }
 
