@@ -27,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 .PHONY: test
 test: $(VENV)/.developing ## set everything up and pass every test
 	cargo test --workspace
-	SESSION_TURNS=all cargo test --package chairlift-core --test examples --quiet
+	SESSION_TURNS=all cargo test --workspace --test examples --quiet
 	$(PYTEST) $(ARGS)
 
 .PHONY: test-fast
