@@ -24,7 +24,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad
 """Roles of tokens, and their names in keys of GGUF files."""
 _USUAL_ROLES = {
     "llama": {"bos": 1, "eos": 2, "unk": 0},
-    "bert": {"cls": 101, "sep": 102, "unk": 100, "pad": 0},
+    "bert": {"bos": 101, "sep": 102, "unk": 100, "pad": 0},
     "t5": {"eos": 1, "unk": 2, "pad": 0},
 }
 """Roles by kind of tokenizer, for files that do not say, as in llama.cpp."""
@@ -235,21 +235,26 @@ def _sentencepiece(tokens: list[str], kinds: list[int], file: GGUFFile) -> Token
 
 def _role(file: GGUFFile, role: str) -> tuple[str, int] | None:
     """Returns the text and id of the token with a role like `bos`."""
-    tokens, token = file.get("tokenizer.ggml.tokens", list) or [], file.get(f"tokenizer.ggml.{_ROLES.get(role, role)}_token_id", int)
+    tokens, model = file.get("tokenizer.ggml.tokens", list) or [], file.get("tokenizer.ggml.model", str) or ""
+    token = file.get(f"tokenizer.ggml.{_ROLES.get(role, role)}_token_id", int)
+    if token is None and (role, model) == ("bos", "bert"):
+        token = file.get("tokenizer.ggml.cls_token_id", int)  # files of 2024 have this key alone
     if token is None:
-        token = _USUAL_ROLES.get(file.get("tokenizer.ggml.model", str) or "", {}).get(role)
+        token = _USUAL_ROLES.get(model, {}).get(role)
     return (tokens[token], token) if token is not None and 0 <= token < len(tokens) else None
 
 
 def _adds(file: GGUFFile, role: str) -> bool:
     """Whether each prompt begins with `bos`, or ends with `eos` or `sep`."""
     stored, model, rules = file.get(f"tokenizer.ggml.add_{role}_token", bool), file.get("tokenizer.ggml.model", str), _rules(file)
+    if model == "bert":  # llama.cpp does not ask what the file says
+        return role != "eos"
     if stored is not None and (role, model) != ("bos", "gemma4"):  # published Gemma 4 files say False, and mean True
         return stored
     usual = {
         "eos": model == "t5",
-        "bos": model in ("llama", "bert") or (rules is not None and rules.adds_bos),
-        "sep": model == "bert" or (rules is not None and rules.adds_sep),
+        "bos": model == "llama" or (rules is not None and rules.adds_bos),
+        "sep": rules is not None and rules.adds_sep,
     }
     return usual.get(role, False)
 

@@ -30,7 +30,7 @@ from chairlift.errors import ModelNotFound, UnsupportedModel
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
-_LAYOUT = 5
+_LAYOUT = 6
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
 
 _FILE_ADDRESS = re.compile(r"file:(//(localhost)?)?(?=/(?!/))", re.IGNORECASE)
