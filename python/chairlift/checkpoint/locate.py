@@ -26,7 +26,7 @@ from chairlift.checkpoint.ollama_store import OllamaFile, OllamaModel, find_olla
 from chairlift.checkpoint.progress import Progress, announced, say
 from chairlift.checkpoint.weight_files import INDEX, weight_files
 from chairlift.config import DEFAULT_MODEL
-from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
@@ -159,7 +159,7 @@ def _fetched(
         from chairlift.checkpoint.file_download import download_file
 
         return download_file(name, cache_dir(directory), progress)
-    except ModelNotFound as error:
+    except ChairliftError as error:
         if found is None or update:
             raise
         say(f"{error}; taking the copy of {name} that was downloaded earlier", progress)
