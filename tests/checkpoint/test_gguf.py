@@ -449,6 +449,47 @@ def test_tensors_follow_each_other(tmp_path: Path, offsets: tuple[int, int], rea
         GGUFFile(path, BLOCKS.get)
 
 
+def _header(num_tensors: int, *values: bytes) -> bytes:
+    """The first bytes of a file with so many tensors, and a value of an odd key for each of `values`: its type and its content."""
+    keys = b"".join(struct.pack("<Q", 3) + b"k.%d" % number + value for number, value in enumerate(values))
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(values)) + keys
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        struct.pack("<IQ", 8, 800_000_000),
+        struct.pack("<IQ", 8, 2_500_000_000),
+        struct.pack("<IIQ", 9, 0, 300_000_000),
+        struct.pack("<IIQ", 9, 8, 300_000_000),
+        struct.pack("<IIQQ", 9, 8, 2, 800_000_000),
+    ],
+)
+@pytest.mark.parametrize("vocabulary", [True, False])
+def test_a_damaged_length_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: bytes, vocabulary: bool) -> None:
+    path, pread = tmp_path / "sparse.gguf", os.pread
+
+    def read(file: int, size: int, at: int) -> bytes:
+        assert size <= 1 << 27
+        return pread(file, size, at)
+
+    path.write_bytes(_header(1, value))
+    os.truncate(path, 5_000_000_000)
+    monkeypatch.setattr(os, "pread", read)
+    with pytest.raises(UnsupportedModel, match=r"damaged or incomplete: (a list of|\d+ bytes at byte \d+ of a header of at most)"):
+        GGUFFile(path, BLOCKS.get, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(("kind", "instead"), [(31, "Q4_0"), (33, "Q4_0"), (36, "IQ4_NL")])
+def test_a_type_that_was_removed_from_ggml_is_refused_with_the_one_to_take(tmp_path: Path, kind: int, instead: str) -> None:
+    path = tmp_path / "old.gguf"
+    path.write_bytes(_header(1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IQIQ", 1, 256, kind, 0) + bytes(256))
+    with pytest.raises(
+        UnsupportedModel, match=rf"tensor a is of a type that was removed from ggml \({kind}\): take the file of type {instead}$"
+    ):
+        GGUFFile(path, BLOCKS.get)
+
+
 @pytest.mark.parametrize("name", ["blk.0\n.weight", "a" * 201])
 def test_odd_names_of_tensors_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "odd.gguf"
