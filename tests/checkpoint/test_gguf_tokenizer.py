@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tokenizers.pre_tokenizers import Sequence as InTurn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chairlift.checkpoint.end_tokens import end_tokens
-from chairlift.checkpoint.gguf import convert
+from chairlift.checkpoint.gguf import convert, open_gguf
+from chairlift.checkpoint.gguf_tokenizer import write_tokenizer
 from chairlift.errors import UnsupportedModel
 from chairlift.tokenizer import Tokenizer
 
@@ -206,7 +208,7 @@ def wordpiece_metadata(**others: Any) -> dict[str, Any]:
     tokens = [f"[unused{index}]" for index in range(320)]
     tokens[0], tokens[100:104] = "[PAD]", ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokens[104:109] = ["\u2581hello", "\u2581wor", "ld", "\u2581a", "\u2581,"]
-    kinds = {text: CONTROL for text in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")} | dict.fromkeys(tokens[104:109], NORMAL)
+    kinds = dict.fromkeys(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), CONTROL) | dict.fromkeys(tokens[104:109], NORMAL)
     return byte_level_metadata("gpt-2") | {
         "tokenizer.ggml.model": "bert",
         "tokenizer.ggml.pre": "bert-bge",
@@ -244,6 +246,18 @@ def test_texts_for_bert_always_have_their_ends(tmp_path: Path, metadata: dict[st
 def test_the_first_token_of_bert_is_the_one_that_the_file_names(tmp_path: Path) -> None:
     ours = _converted(tmp_path, wordpiece_metadata(bos_token_id=None, cls_token_id=103))
     assert ours.encode("hello") == [103, 104, 102]
+
+
+def test_a_tokenizer_of_another_model_beside_the_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "chairlift")
+    own = write_vocabulary(tmp_path / "own", wordpiece_metadata())
+    other = write_vocabulary(tmp_path / "other", byte_level_metadata("gpt-2"))
+    (tmp_path / "out").mkdir()
+    write_tokenizer(open_gguf(own / "tiny.gguf"), tmp_path / "out")
+    assert caplog.messages == [f"{own / 'tiny.gguf'}: its tokens are those of {own / 'tokenizer.json'}"]
+    shutil.copyfile(other / "tokenizer.json", own / "tokenizer.json")
+    write_tokenizer(open_gguf(own / "tiny.gguf"), tmp_path / "out")
+    assert f"320 of its 320 tokens have other texts in {own / 'tokenizer.json'}: is that of this model?" in caplog.text
 
 
 UNIGRAM_PIECES = {

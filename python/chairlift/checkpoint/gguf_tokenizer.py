@@ -40,6 +40,8 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
     """
     beside = file.path.parent / "tokenizer.json"
     if beside.is_file():
+        log.info("%s: its tokens are those of %s", file.path, beside)
+        _report_other_texts(file, beside)
         shutil.copyfile(beside, out / "tokenizer.json")
         for key in file.keys("tokenizer.ggml."):
             file.value(key)  # replaced, so that none is reported as unused
@@ -61,6 +63,25 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
     if templates := _chat_templates(file):
         config["chat_template"] = templates
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _report_other_texts(file: GGUFFile, beside: Path) -> None:
+    """Logs that most tokens of the file have other texts in the tokenizer.json beside it, which may be another model's."""
+    from tokenizers import Tokenizer
+
+    try:
+        texts = {index: text for text, index in Tokenizer.from_file(str(beside)).get_vocab().items()}
+    except Exception:  # the tokenizers package raises plain Exception
+        return  # whoever loads the model reads it again, and says what is wrong
+    tokens = file.get("tokenizer.ggml.tokens", list) or []
+    others = sum(_without_mark(texts.get(index, "")) != _without_mark(str(token)) for index, token in enumerate(tokens))
+    if 2 * others > len(tokens):
+        log.warning("%s: %d of its %d tokens have other texts in %s: is that of this model?", file.path, others, len(tokens), beside)
+
+
+def _without_mark(text: str) -> str:
+    """Returns a token's text without the mark of BERT's words, which begin with ▁ in GGUF files and go on with ## elsewhere."""
+    return text.removeprefix(SPACE).removeprefix("##")
 
 
 def _chat_templates(file: GGUFFile) -> list[dict[str, str]]:

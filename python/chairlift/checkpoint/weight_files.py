@@ -30,8 +30,8 @@ def gguf_link(directory: Path) -> Path | None:
 def weight_files(directory: Path) -> list[Path]:
     """Returns the files with the weights of the model in `directory`.
 
-    They are those of the GGUF file that it was made of, or those that `weight_names` says. Raises ModelNotFound if there are none, or if one
-    that the index names is missing, and UnsupportedModel for an invalid index.
+    They are those of the GGUF file that it was made of, or those that `weight_names` says. Raises ModelNotFound if there are none, or if
+    one that the index names is missing, and UnsupportedModel for an invalid index.
     """
     if (source := gguf_link(directory)) is not None:
         return parts_of(source)
