@@ -261,6 +261,16 @@ def test_layers_without_attention_may_have_no_heads(tmp_path: Path) -> None:
         convert(path, tmp_path / "other")
 
 
+@pytest.mark.parametrize("kind", ["granitemoehybrid_dense", "nemotron_h"])
+@pytest.mark.parametrize("switch", [True, False, None])
+def test_rotary_positions_are_switched_off_as_in_llama_cpp(tmp_path: Path, kind: str, switch: bool | None) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_recurrent.write(gguf_recurrent.rounded_model(kind), path, replaced={"rope.scaling.finetuned": switch, "attention.scale": None})
+    config = ModelConfig.parse(model_config(GGUFFile(path, BLOCKS.get)))
+    assert any(config.uses_rope) == (switch is not False and kind.startswith("granite"))
+    assert config.scales.attention == config.head_dim**-0.5
+
+
 def _keys_of_the_package(kinds: Any) -> list[str]:
     """All metadata keys that the gguf package knows, for the architecture llama."""
     found: list[str] = []
