@@ -304,6 +304,9 @@ def test_each_key_is_used_or_changes_nothing_or_is_reported(tmp_path: Path) -> N
         "llama.attention.scale": 0.25,
         "llama.rope.scaling.attn_factor": 1.0,
         "llama.attention.causal": True,
+        "llama.attention.key_length_swa": 16,
+        **dict.fromkeys(("llama.expert_group_count", "llama.expert_group_used_count", "llama.interleave_moe_layer_step"), 1),
+        **dict.fromkeys(("llama.moe_every_n_layers", "llama.num_loops"), 1),
     }
     assert check_keys(path, neutral | {"llama.made_up": 7, "llama.attention.sliding_window": 4096}, 16, 128) == ["llama.made_up"]
 
