@@ -477,6 +477,7 @@ def _header(num_tensors: int, *values: bytes) -> bytes:
         struct.pack("<IIQ", 9, 8, 300_000_000),
         struct.pack("<IIQQ", 9, 8, 2, 800_000_000),
     ],
+    ids=["text", "longer text", "numbers", "texts", "text of a list"],
 )
 @pytest.mark.parametrize("vocabulary", [True, False])
 def test_a_damaged_length_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: bytes, vocabulary: bool) -> None:
