@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chairlift.architectures import ARCHITECTURES, OTHERS, Architecture, Code
+from chairlift.architectures import ARCHITECTURES, OTHERS, Architecture, Code, Windows
 
 PAGE = Path(__file__).with_name("models.md")
 START, END = "<!-- made by docs/models_page.py -->\n", "<!-- end -->\n"
@@ -24,7 +24,40 @@ def _row(known: Architecture) -> str:
     classes = ", ".join(f"`{name}`" for name in dict.fromkeys((known.name, *known.aliases, *known.wrappers)))
     device = "Chairlift's" if known.code is Code.RUST_AND_TORCH else "transformers' code"
     device += ", also on a CPU" if known.code is Code.TRANSFORMERS else ""
-    return f"| {known.models} | {classes} | {files} | {', '.join(known.features) or 'none'} | {device} |\n"
+    return f"| {known.models} | {classes} | {files} | {', '.join(_features(known)) or 'none'} | {device} |\n"
+
+
+def _features(known: Architecture) -> list[str]:
+    """Returns the differences from Llama, in words."""
+    named = {
+        "fused projections": len(known.projections.qkv) == 1 or (len(known.projections.gate_up) == 1 and known.activation != "relu2"),
+        "biases": known.qkv_bias is not None,
+        "norms of queries and keys": known.qk_norm,
+        "norms after blocks": known.post_norms,
+        "norms that multiply by 1 + weight": known.norm_offset != 0,
+        "GELU": known.activation == "gelu_tanh",
+        "squares of positive numbers instead of gates": known.activation == "relu2",
+        "sliding windows": known.windows is not Windows.NONE,
+        "rotary base by kind of layer": known.local_theta is not None,
+        "rotation of a part of each head": known.partial_rotary,
+        "layers without rotary positions": known.no_rope_interval is not None,
+        "models without rotary positions": known.position_type is not None,
+        "queries that grow with their position": known.temperature,
+        "softcaps": known.softcaps is not None,
+        "scaled embeddings": known.scaled_embeddings,
+        "multipliers of embeddings, attention, residuals and logits": known.multipliers,
+        "attention sinks": known.sinks,
+        "heads by kind of layer, shared keys and values, embeddings for each layer": known.global_head_dim is not None,
+        "gated outputs of attention": known.gated_attention,
+        "keys and values of a latent vector": known.latent,
+        f"layers with {known.recurrence.kind.value}" if known.recurrence else "": known.recurrence is not None,
+        "one part a layer": known.single,
+        "experts": known.mixture is not None and not known.mixture.switch,
+        "groups of experts": known.mixture is not None and known.mixture.best is not None,
+        "a shared expert": known.mixture is not None and known.mixture.shared is not None and not known.mixture.switch,
+        "in some models experts beside the MLP": known.mixture is not None and known.mixture.switch is not None,
+    }
+    return [name for name, present in named.items() if present]
 
 
 if __name__ == "__main__":

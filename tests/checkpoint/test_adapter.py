@@ -52,6 +52,7 @@ def test_the_digest_is_that_of_the_content(model: Path, tmp_path: Path) -> None:
         ({"made_up": {"a": 1}}, "sets made_up, which is not known here and may change answers"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base"),
+        ({"init_lora_weights": "lora_ga"}, "also changes the base"),
         ({"rank_pattern": {"(": 8}}, "rank_pattern is not an object whose names are patterns"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern or alpha_pattern has a value that is no rank"),
         ({"alpha_pattern": {"q_proj": "8"}}, "rank_pattern or alpha_pattern has a value that is no rank or no alpha"),

@@ -261,6 +261,16 @@ def test_layers_without_attention_may_have_no_heads(tmp_path: Path) -> None:
         convert(path, tmp_path / "other")
 
 
+@pytest.mark.parametrize("kind", ["granitemoehybrid_dense", "nemotron_h"])
+@pytest.mark.parametrize("switch", [True, False, None])
+def test_rotary_positions_are_switched_off_as_in_llama_cpp(tmp_path: Path, kind: str, switch: bool | None) -> None:
+    path = tmp_path / "tiny.gguf"
+    gguf_recurrent.write(gguf_recurrent.rounded_model(kind), path, replaced={"rope.scaling.finetuned": switch, "attention.scale": None})
+    config = ModelConfig.parse(model_config(GGUFFile(path, BLOCKS.get)))
+    assert any(config.uses_rope) == (switch is not False and kind.startswith("granite"))
+    assert config.scales.attention == config.head_dim**-0.5
+
+
 def _keys_of_the_package(kinds: Any) -> list[str]:
     """All metadata keys that the gguf package knows, for the architecture llama."""
     found: list[str] = []
@@ -294,6 +304,9 @@ def test_each_key_is_used_or_changes_nothing_or_is_reported(tmp_path: Path) -> N
         "llama.attention.scale": 0.25,
         "llama.rope.scaling.attn_factor": 1.0,
         "llama.attention.causal": True,
+        "llama.attention.key_length_swa": 16,
+        **dict.fromkeys(("llama.expert_group_count", "llama.expert_group_used_count", "llama.interleave_moe_layer_step"), 1),
+        **dict.fromkeys(("llama.moe_every_n_layers", "llama.num_loops"), 1),
     }
     assert check_keys(path, neutral | {"llama.made_up": 7, "llama.attention.sliding_window": 4096}, 16, 128) == ["llama.made_up"]
 
@@ -446,6 +459,48 @@ def test_tensors_follow_each_other(tmp_path: Path, offsets: tuple[int, int], rea
         assert [entry.size for entry in GGUFFile(path, BLOCKS.get).tensors.values()] == [32, 32]
         return
     with pytest.raises(UnsupportedModel, match=f"damaged or incomplete: {reason}"):
+        GGUFFile(path, BLOCKS.get)
+
+
+def _header(num_tensors: int, *values: bytes) -> bytes:
+    """The first bytes of a file with so many tensors, and a value of an odd key for each of `values`: its type and its content."""
+    keys = b"".join(struct.pack("<Q", 3) + b"k.%d" % number + value for number, value in enumerate(values))
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(values)) + keys
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        struct.pack("<IQ", 8, 800_000_000),
+        struct.pack("<IQ", 8, 2_500_000_000),
+        struct.pack("<IIQ", 9, 0, 300_000_000),
+        struct.pack("<IIQ", 9, 8, 300_000_000),
+        struct.pack("<IIQQ", 9, 8, 2, 800_000_000),
+    ],
+    ids=["text", "longer text", "numbers", "texts", "text of a list"],
+)
+@pytest.mark.parametrize("vocabulary", [True, False])
+def test_a_damaged_length_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: bytes, vocabulary: bool) -> None:
+    path, pread = tmp_path / "sparse.gguf", os.pread
+
+    def read(file: int, size: int, at: int) -> bytes:
+        assert size <= 1 << 27
+        return pread(file, size, at)
+
+    path.write_bytes(_header(1, value))
+    os.truncate(path, 5_000_000_000)
+    monkeypatch.setattr(os, "pread", read)
+    with pytest.raises(UnsupportedModel, match=r"damaged or incomplete: (a list of|\d+ bytes at byte \d+ of a header of at most)"):
+        GGUFFile(path, BLOCKS.get, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(("kind", "instead"), [(31, "Q4_0"), (33, "Q4_0"), (36, "IQ4_NL")])
+def test_a_type_that_was_removed_from_ggml_is_refused_with_the_one_to_take(tmp_path: Path, kind: int, instead: str) -> None:
+    path = tmp_path / "old.gguf"
+    path.write_bytes(_header(1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IQIQ", 1, 256, kind, 0) + bytes(256))
+    with pytest.raises(
+        UnsupportedModel, match=rf"tensor a is of a type that was removed from ggml \({kind}\): take the file of type {instead}$"
+    ):
         GGUFFile(path, BLOCKS.get)
 
 

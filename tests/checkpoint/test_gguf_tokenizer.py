@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tokenizers.pre_tokenizers import Sequence as InTurn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chairlift.checkpoint.end_tokens import end_tokens
-from chairlift.checkpoint.gguf import convert
+from chairlift.checkpoint.gguf import convert, open_gguf
+from chairlift.checkpoint.gguf_tokenizer import write_tokenizer
 from chairlift.errors import UnsupportedModel
 from chairlift.tokenizer import Tokenizer
 
@@ -201,24 +203,61 @@ def test_gemma4_merges_characters(tmp_path: Path) -> None:
     assert ours.decode(ours.encode(" he\u4f60")) == " he\u4f60"
 
 
-def test_wordpiece(tmp_path: Path) -> None:
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "\u2581hello", "\u2581wor", "ld", "\u2581a", "\u2581,"]
-    metadata = byte_level_metadata("gpt-2") | {
+def wordpiece_metadata(**others: Any) -> dict[str, Any]:
+    """A vocabulary of word pieces as in BERT: the control tokens are where BERT has them. Files of today say which they are."""
+    tokens = [f"[unused{index}]" for index in range(320)]
+    tokens[0], tokens[100:104] = "[PAD]", ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens[104:109] = ["\u2581hello", "\u2581wor", "ld", "\u2581a", "\u2581,"]
+    kinds = dict.fromkeys(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), CONTROL) | dict.fromkeys(tokens[104:109], NORMAL)
+    return byte_level_metadata("gpt-2") | {
         "tokenizer.ggml.model": "bert",
         "tokenizer.ggml.pre": "bert-bge",
-        "tokenizer.ggml.tokens": pieces + [f"[unused{index}]" for index in range(320 - len(pieces))],
-        "tokenizer.ggml.token_type": [CONTROL] * 4 + [NORMAL] * (len(pieces) - 4) + [5] * (320 - len(pieces)),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(token, 5) for token in tokens],
         "tokenizer.ggml.merges": None,
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.seperator_token_id": 3,
-        "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.bos_token_id": 101,
+        "tokenizer.ggml.seperator_token_id": 102,
+        "tokenizer.ggml.unknown_token_id": 100,
         "tokenizer.ggml.eos_token_id": None,
+        **{f"tokenizer.ggml.{key}": value for key, value in others.items()},
     }
-    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=metadata)
-    convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    ours = Tokenizer(tmp_path / "out")
-    assert ours.encode("H\u00e9llo World, a zz") == [2, 4, 5, 6, 8, 7, 1, 3]
+
+
+def test_wordpiece(tmp_path: Path) -> None:
+    ours = _converted(tmp_path, wordpiece_metadata())
+    assert ours.encode("H\u00e9llo World, a zz") == [101, 104, 105, 106, 108, 107, 100, 102]
     assert ours.decode(ours.encode("hello world")) == "hello world"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"bos_token_id": None, "cls_token_id": 101},  # as in files of 2024
+        {"bos_token_id": None, "seperator_token_id": None, "unknown_token_id": None},
+        {"add_bos_token": False, "add_sep_token": False, "add_eos_token": True, "eos_token_id": 5},
+    ],
+)
+def test_texts_for_bert_always_have_their_ends(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    ours = _converted(tmp_path, wordpiece_metadata(**metadata))
+    assert ours.encode("hello zz") == [101, 104, 100, 102]
+    assert ours.encode_pair("hello", "a")[0] == [101, 104, 102, 107, 102]
+
+
+def test_the_first_token_of_bert_is_the_one_that_the_file_names(tmp_path: Path) -> None:
+    ours = _converted(tmp_path, wordpiece_metadata(bos_token_id=None, cls_token_id=103))
+    assert ours.encode("hello") == [103, 104, 102]
+
+
+def test_a_tokenizer_of_another_model_beside_the_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "chairlift")
+    own = write_vocabulary(tmp_path / "own", wordpiece_metadata())
+    other = write_vocabulary(tmp_path / "other", byte_level_metadata("gpt-2"))
+    (tmp_path / "out").mkdir()
+    write_tokenizer(open_gguf(own / "tiny.gguf"), tmp_path / "out")
+    assert caplog.messages == [f"{own / 'tiny.gguf'}: its tokens are those of {own / 'tokenizer.json'}"]
+    shutil.copyfile(other / "tokenizer.json", own / "tokenizer.json")
+    write_tokenizer(open_gguf(own / "tiny.gguf"), tmp_path / "out")
+    assert f"320 of its 320 tokens have other texts in {own / 'tokenizer.json'}: is that of this model?" in caplog.text
 
 
 UNIGRAM_PIECES = {

@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub are downloaded whole and right, or not at all."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -90,6 +91,33 @@ def test_safetensors_files_that_belong_to_the_model(hub: FakeHub, cache: Path) -
     files = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
     assert files == {*wanted, "merges.txt", "additional_chat_templates/rag.jinja"}
     assert pull(hub, cache, HubName("org/whole", "Q8_0")).name == "m-Q8_0.gguf"
+
+
+def test_dense_layers_of_sentence_transformers_belong_to_the_model(hub: FakeHub, cache: Path) -> None:
+    modules = [{"type": f"sentence_transformers.models.{path[2:]}", "path": path} for path in ("0_Transformer", "1_Pooling", "2_Dense")]
+    files = {"config.json": b"{}", "model.safetensors": LARGE, "2_Dense/config.json": b"{}", "2_Dense/model.safetensors": gguf("dense")}
+    repository = hub.add("org/whole", {**files, "modules.json": json.dumps(modules).encode(), "onnx/model.safetensors": LARGE})
+    found = pull(hub, cache, name := HubName("org/whole"))
+    assert {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()} == {*files, "modules.json"}
+    assert locate_here(name, cache) == found
+    (found / "2_Dense/model.safetensors").unlink()  # as after a download by a program that took less
+    assert locate_here(name, cache) is None
+    repository.files["modules.json"] = json.dumps([{"type": "a.Dense", "path": "../other"}]).encode()
+    with pytest.raises(ModelNotFound, match=r"org/whole has no file \.\./other/model\.safetensors, which belongs to the model"):
+        pull(hub, cache, name)
+
+
+def test_the_weights_of_a_model_with_the_index_of_another(hub: FakeHub, cache: Path) -> None:
+    index = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}).encode()
+    hub.add("org/whole", {"config.json": b"{}", "model.safetensors": LARGE, "model.safetensors.index.json": index})
+    found = pull(hub, cache, name := HubName("org/whole"))
+    assert (found / "model.safetensors").read_bytes() == LARGE
+    assert locate_here(name, cache) == found
+
+
+def test_safetensors_files_in_folders_are_not_the_model(hub: FakeHub, cache: Path, repository: FakeRepository) -> None:
+    repository.files["lora/adapter_model.safetensors"] = LARGE
+    assert pull(hub, cache, HubName("org/repo")).name == "m-Q4_K_M.gguf"
 
 
 def test_the_list_of_files_may_have_pages(hub: FakeHub, cache: Path, repository: FakeRepository) -> None:
@@ -404,6 +432,34 @@ def test_an_earlier_commit_serves_until_a_newer_one_is_complete(
     assert pull(hub, cache).read_bytes() == gguf("new")
     pull(hub, cache, HubName("org/repo", "Q8_0"))
     assert locate_here(NAME, cache) != first
+
+
+def test_nothing_is_written_for_a_model_that_is_complete(hub: FakeHub, cache: Path, repository: FakeRepository) -> None:
+    """The cache may be read-only, such as a volume of a container."""
+    found = pull(hub, cache)
+    folders = [path for path in (cache, *cache.rglob("*")) if path.is_dir()]
+    for path in folders:
+        os.utime(path, ns=(0, 0))
+    assert pull(hub, cache) == found
+    assert not any(path.stat().st_mtime_ns for path in folders)
+
+
+def test_a_copy_is_taken_where_no_newer_one_can_be_written(
+    hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = hub.add("org/whole", {"config.json": b"{}", "model.safetensors": LARGE})
+    found = locate("org/whole", progress=False)
+    repository.commit, repository.files["model.safetensors"] = "d" * 40, gguf("new")
+
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("chairlift.checkpoint.hub.partial_file", read_only)
+    assert locate("org/whole") == found
+    assert "(Read-only file system)" in (err := capsys.readouterr().err)
+    assert "taking the copy of org/whole that was downloaded earlier" in err
+    with pytest.raises(ChairliftError, match="cannot write to"):
+        locate("org/whole", update=True)
 
 
 def test_processes_that_pull_the_same_model_download_it_once(hub: FakeHub, cache: Path, repository: FakeRepository) -> None:

@@ -108,25 +108,12 @@ def test_nothing_of_the_weights_is_written(tmp_path: Path, cache: Path) -> None:
     assert not list(found.glob("*.safetensors"))
 
 
-def test_copies_of_weights_that_earlier_versions_wrote_are_removed(tmp_path: Path, cache: Path) -> None:
-    old = cache / "models" / "other-0a1b2c3d-4e5f6071"
-    old.mkdir(parents=True)
-    (old / "model.safetensors").write_bytes(b"fp32")
-    (old / "model.blocks").write_bytes(b"blocks")
-    path = tmp_path / "tiny.gguf"
+def test_the_name_of_a_file_may_be_as_long_as_the_disk_allows(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / ("m\u00fc" * 83 + ".gguf")
     gguf_of(tiny_model("qwen2"), path)
-    assert locate(str(path), progress=False).is_dir()
-    assert [left.name for left in cache.iterdir()] == ["gguf"]
-
-
-def test_models_of_the_user_in_the_cache_directory_stay(tmp_path: Path, cache: Path) -> None:
-    own = cache / "models" / "my-model" / "model.safetensors"
-    own.parent.mkdir(parents=True)
-    own.write_bytes(b"mine")
-    path = tmp_path / "tiny.gguf"
-    gguf_of(tiny_model("qwen2"), path)
-    assert locate(str(path), progress=False).is_dir()
-    assert own.read_bytes() == b"mine"
+    found = locate(str(path), progress=False)
+    assert (found / LINK).resolve() == path
+    assert found.name.startswith("m\u00fc" * 33)
 
 
 def test_a_file_that_was_moved_away_and_back_is_linked_again(tmp_path: Path, cache: Path) -> None:
@@ -301,6 +288,17 @@ def test_what_is_no_model(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(ModelNotFound, match=reason):
         locate(str(tmp_path / name))
+
+
+def test_a_path_that_is_mistyped_may_have_the_form_of_a_name(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("models/mymodel", "model/lama.gguf", "models/a/lama.gguf"):
+        for download in (True, False):
+            with pytest.raises(ModelNotFound, match=rf"; there is no file or directory {name} here either$"):
+                locate(name, progress=False, download=download)
+    with pytest.raises(ModelNotFound, match=r"if it is private, set HF_TOKEN$"):
+        locate("model/mymodel", progress=False)
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:

@@ -28,9 +28,25 @@ def test_the_index_wins_over_all(tmp_path: Path) -> None:
     put(tmp_path, "model.safetensors", "b.safetensors", "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}))
     assert names(tmp_path) == ["b.safetensors"]
+
+
+def test_a_file_that_the_index_names_may_not_be_missing(tmp_path: Path) -> None:
+    put(tmp_path, "b.safetensors", "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}))
+    assert names(tmp_path) == ["b.safetensors"]
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ModelNotFound, match=r"b\.safetensors is missing, though model\.safetensors\.index\.json names it"):
         weight_files(tmp_path)
+
+
+def test_the_index_of_the_model_before_it_was_quantised_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path, "model.safetensors", "model-00002-of-00002.safetensors")
+    named = {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": named}))
+    assert names(tmp_path) == names(tmp_path) == ["model.safetensors"]
+    assert caplog.messages == [
+        f"{tmp_path / INDEX} names model-00001-of-00002.safetensors, which is missing: the weights are those of model.safetensors"
+    ]
 
 
 def test_without_index_the_names_decide(tmp_path: Path) -> None:

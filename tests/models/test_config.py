@@ -460,6 +460,10 @@ def test_other_names_of_llama_in_published_files(name):
     assert ModelConfig.parse(BASE | {"architectures": [name], "model_type": "llama"}).architecture == "LlamaForCausalLM"
 
 
+def test_entries_of_falcon_that_repeat_the_activation_are_known():
+    assert parse(activation="swiglu", activation_function="silu").unread == ()
+
+
 @pytest.mark.parametrize("modules", [3, [3], {"a": 1}, ["x"]])
 def test_modules_that_are_no_list_of_objects_are_refused(tmp_path, modules):
     (tmp_path / "modules.json").write_text(json.dumps(modules))
@@ -468,6 +472,13 @@ def test_modules_that_are_no_list_of_objects_are_refused(tmp_path, modules):
     assert encoder.decoder_pooling(tmp_path) is None
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps(modules))
     assert encoder.longest_text(tmp_path, parse()) == 2048
+
+
+@pytest.mark.parametrize("path", ["../other", "1_Pooling/../../other", "/etc"])
+def test_modules_outside_of_the_directory_are_refused(tmp_path, path):
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": path}]))
+    with pytest.raises(UnsupportedModel, match=r"modules\.json names '.*', which is outside of the model's directory"):
+        encoder.find_modules(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])

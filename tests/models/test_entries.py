@@ -201,6 +201,12 @@ def test_mlx_names_the_quantization_beside_the_model_of_text() -> None:
     assert ModelConfig.parse(raw).quantization == "mlx integers"
 
 
+@pytest.mark.parametrize(("name", "kind"), [("Qwen3MoeForCausalLM", "experts"), ("Qwen3_5ForCausalLM", "recurrent layers")])
+def test_mlx_stores_experts_and_convolutions_otherwise(name: str, kind: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"MLX's conversions of models with {kind} cannot be read: take a GGUF file"):
+        ModelConfig.parse(usual(name) | {"quantization": {"group_size": 64, "bits": 4}})
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_unknown_settings_of_a_quantization_are_refused_or_reported(name: str) -> None:
     config = QUANTIZED[name].config

@@ -277,36 +277,3 @@ class Architecture:
         # Gemma 1's published files say gelu, and mean its approximation.
         first = {"hidden_act": ("gelu_pytorch_tanh", "gelu")} if self.model_type == "gemma" else {}
         return {**first, "hidden_activation": ("gelu_pytorch_tanh",)}
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The differences from Llama, in words."""
-        named = {
-            "fused projections": len(self.projections.qkv) == 1 or (len(self.projections.gate_up) == 1 and self.activation != "relu2"),
-            "biases": self.qkv_bias is not None,
-            "norms of queries and keys": self.qk_norm,
-            "norms after blocks": self.post_norms,
-            "norms that multiply by 1 + weight": self.norm_offset != 0,
-            "GELU": self.activation == "gelu_tanh",
-            "squares of positive numbers instead of gates": self.activation == "relu2",
-            "sliding windows": self.windows is not Windows.NONE,
-            "rotary base by kind of layer": self.local_theta is not None,
-            "rotation of a part of each head": self.partial_rotary,
-            "layers without rotary positions": self.no_rope_interval is not None,
-            "models without rotary positions": self.position_type is not None,
-            "queries that grow with their position": self.temperature,
-            "softcaps": self.softcaps is not None,
-            "scaled embeddings": self.scaled_embeddings,
-            "multipliers of embeddings, attention, residuals and logits": self.multipliers,
-            "attention sinks": self.sinks,
-            "heads by kind of layer, shared keys and values, embeddings for each layer": self.global_head_dim is not None,
-            "gated outputs of attention": self.gated_attention,
-            "keys and values of a latent vector": self.latent,
-            f"layers with {self.recurrence.kind.value}" if self.recurrence else "": self.recurrence is not None,
-            "one part a layer": self.single,
-            "experts": self.mixture is not None and not self.mixture.switch,
-            "groups of experts": self.mixture is not None and self.mixture.best is not None,
-            "a shared expert": self.mixture is not None and self.mixture.shared is not None and not self.mixture.switch,
-            "in some models experts beside the MLP": self.mixture is not None and self.mixture.switch is not None,
-        }
-        return tuple(name for name, present in named.items() if present)

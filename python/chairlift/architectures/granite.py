@@ -14,7 +14,7 @@ from chairlift.architectures.architecture import (
 )
 
 KEYS = {
-    "attention_multiplier": Key("attention.scale", float, 1.0),
+    "attention_multiplier": Key("attention.scale", float, optional=True),
     "embedding_multiplier": Key("embedding_scale", float, 1.0),
     "residual_multiplier": Key("residual_scale", float, 1.0),
     "logits_scaling": Key("logit_scale", float, 1.0),

@@ -47,7 +47,7 @@ IGNORED = frozenset(
     )
 )
 """Fields that are used elsewhere here, or that only matter in training: the file with the matrices says what is updated."""
-BASE_CHANGES = ("pissa", "olora", "corda", "loftq")
+BASE_CHANGES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights that change the base's weights too."""
 _MAX_ALPHA = 1e9
 

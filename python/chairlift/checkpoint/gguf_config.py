@@ -102,6 +102,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         **latent,
         **layout.constants,
     }
+    if architecture.multipliers:
+        config["attention_multiplier"] = head_dim**-0.5  # unless the file has another
     if architecture.recurrence:
         config |= _recurrence(file, kind, architecture.recurrence, kv_heads)
     if architecture.single:
@@ -199,8 +201,10 @@ def _positions(file: GGUFFile, kind: str, architecture: Architecture, layout: GG
         found["rope_scaling"] = scaling
     if original := file.get(f"{kind}.rope.scaling.original_context_length", int):
         found["original_max_position_embeddings"] = original
-    if architecture.position_type is not None and file.get(f"{kind}.rope.scaling.finetuned", bool) is False:
-        found["position_embedding_type"] = "nope"
+    if architecture.position_type is not None:
+        # For Granite this key is a switch. Nemotron's models of `single` parts never have rotary positions.
+        rotary = file.get(f"{kind}.rope.scaling.finetuned", bool) is not False and not architecture.single
+        found["position_embedding_type"] = "rope" if rotary else "nope"
     return found
 
 

@@ -14,12 +14,17 @@ import numpy as np
 
 from chairlift.checkpoint.gguf_parts import SCALARS, parts_of
 from chairlift.checkpoint.lfs_pointer import remedy
+from chairlift.checkpoint.positioned_read import read_at
 from chairlift.errors import UnsupportedModel
 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS, _MAX_NAME = 4, 200
 _FIRST_READ = 1 << 22
 """Bytes of a header to read at once. Most vocabularies fit in one read."""
+_MAX_HEADER, _MAX_ENTRIES = 1 << 27, 1 << 24
+"""Most bytes of a header, and entries of a list. Gemma 4's vocabulary takes 16 MB, and half a million merges are in it."""
+_REMOVED = dict.fromkeys((31, 32, 33), "Q4_0") | dict.fromkeys((36, 37, 38), "IQ4_NL")
+"""Types that ggml has removed, with rows in an order for some processors, and those that took their place."""
 UNKNOWN_CONTEXT = 4096
 """Context length of a file that says 0, as in Ollama."""
 
@@ -149,13 +154,9 @@ class GGUFFile:
 
     def data(self, entry: TensorEntry) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Returns the tensor's bytes as stored, flat uint8. Raises UnsupportedModel if the file was truncated."""
-        data, file = bytearray(entry.size), self._parts[entry.file]._file
-        at = 0
-        while at < entry.size:
-            count = os.preadv(file.fileno(), [memoryview(data)[at:]], entry.start + at)
-            if not count:
-                raise self._corrupt(f"tensor {entry.name} ends beyond it: it became shorter while it was read")
-            at += count
+        data = bytearray(entry.size)
+        if not read_at(self._parts[entry.file]._file, memoryview(data), entry.start):
+            raise self._corrupt(f"tensor {entry.name} ends beyond it: it became shorter while it was read")
         return np.frombuffer(data, np.uint8)
 
     def _corrupt(self, reason: str) -> UnsupportedModel:
@@ -184,6 +185,10 @@ class GGUFFile:
         data_start = _aligned(self._at, alignment)
         expected = 0
         for name, shape, kind, offset in entries:
+            if kind in _REMOVED:
+                raise UnsupportedModel(
+                    f"{self.path}: tensor {name} is of a type that was removed from ggml ({kind}): take the file of type {_REMOVED[kind]}"
+                )
             block_size = self._block_size(kind)
             if block_size is None:
                 raise UnsupportedModel(f"{self.path}: tensor {name} is of ggml type {kind}, which the gguf package cannot read; update it")
@@ -213,6 +218,8 @@ class GGUFFile:
         if kind != _ARRAY:
             raise ValueError(f"a value of unknown type {kind}")
         kind, length = self._number("I"), self._number("Q")
+        if length > _MAX_ENTRIES:
+            raise ValueError(f"a list of {length} entries")
         if kind == _STRING:
             return [self._text() for _ in range(length)] if self._vocabulary else self._skip_texts(length)
         if kind not in SCALARS:
@@ -252,12 +259,12 @@ class GGUFFile:
         self._at = at
 
     def _advance(self, size: int) -> int:
-        """Advances by `size` bytes, reads them into `_header` and returns their start. Raises ValueError beyond the file's end."""
-        start, end = self._at, self._at + size
-        if end > self._size:
-            raise ValueError(f"{size} bytes at byte {start} of {self._size}")
+        """Advances by `size` bytes, reads them into `_header` and returns their start. Raises ValueError beyond the header's end."""
+        start, end, most = self._at, self._at + size, min(self._size, _MAX_HEADER)
+        if end > most:
+            raise ValueError(f"{size} bytes at byte {start} of a header of at most {most}")
         if end > len(self._header):
-            self._header = os.pread(self._file.fileno(), max(end, 2 * len(self._header), _FIRST_READ), 0)
+            self._header = os.pread(self._file.fileno(), min(max(end, 2 * len(self._header), _FIRST_READ), most), 0)
             if end > len(self._header):
                 raise ValueError("it became shorter while it was read")
         self._at = end

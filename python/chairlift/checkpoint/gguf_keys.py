@@ -28,6 +28,8 @@ _CHANGES = re.compile(
     r"|adapters\..*|ple\..*|hrm\..*|posnet\..*|convnext\..*|deepstack_mapping|n_deepstack_layers)"
 )
 """Keys that change answers, unless their value is neutral."""
+_COUNTS = (".expert_group_count", ".expert_group_used_count", ".interleave_moe_layer_step", ".moe_every_n_layers", ".num_loops")
+"""Ends of keys of numbers of which one changes nothing."""
 
 
 def check_keys(path: Path, unread: Mapping[str, Any], head_dim: int, context: int) -> list[str]:
@@ -54,6 +56,8 @@ def _is_neutral(key: str, value: Any, head_dim: int, context: int) -> bool:
         return value == 0 or value >= context
     if key.endswith((".attention.causal", ".rope.scaling.finetuned")):
         return value is True
-    if key.endswith(("_scale", "_factor", ".scale_linear")):
+    if key.endswith((".key_length_swa", ".value_length_swa")) and value == head_dim:
+        return True
+    if key.endswith(("_scale", "_factor", ".scale_linear", *_COUNTS)):
         return value in (0, 1)
     return not value or (isinstance(value, list) and not any(value))

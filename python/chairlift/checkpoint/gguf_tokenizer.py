@@ -24,7 +24,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad
 """Roles of tokens, and their names in keys of GGUF files."""
 _USUAL_ROLES = {
     "llama": {"bos": 1, "eos": 2, "unk": 0},
-    "bert": {"cls": 101, "sep": 102, "unk": 100, "pad": 0},
+    "bert": {"bos": 101, "sep": 102, "unk": 100, "pad": 0},
     "t5": {"eos": 1, "unk": 2, "pad": 0},
 }
 """Roles by kind of tokenizer, for files that do not say, as in llama.cpp."""
@@ -40,6 +40,8 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
     """
     beside = file.path.parent / "tokenizer.json"
     if beside.is_file():
+        log.info("%s: its tokens are those of %s", file.path, beside)
+        _report_other_texts(file, beside)
         shutil.copyfile(beside, out / "tokenizer.json")
         for key in file.keys("tokenizer.ggml."):
             file.value(key)  # replaced, so that none is reported as unused
@@ -61,6 +63,25 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
     if templates := _chat_templates(file):
         config["chat_template"] = templates
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _report_other_texts(file: GGUFFile, beside: Path) -> None:
+    """Logs that most tokens of the file have other texts in the tokenizer.json beside it, which may be another model's."""
+    from tokenizers import Tokenizer
+
+    try:
+        texts = {index: text for text, index in Tokenizer.from_file(str(beside)).get_vocab().items()}
+    except Exception:  # the tokenizers package raises plain Exception
+        return  # whoever loads the model reads it again, and says what is wrong
+    tokens = file.get("tokenizer.ggml.tokens", list) or []
+    others = sum(_without_mark(texts.get(index, "")) != _without_mark(str(token)) for index, token in enumerate(tokens))
+    if 2 * others > len(tokens):
+        log.warning("%s: %d of its %d tokens have other texts in %s: is that of this model?", file.path, others, len(tokens), beside)
+
+
+def _without_mark(text: str) -> str:
+    """Returns a token's text without the mark of BERT's words, which begin with ▁ in GGUF files and go on with ## elsewhere."""
+    return text.removeprefix(SPACE).removeprefix("##")
 
 
 def _chat_templates(file: GGUFFile) -> list[dict[str, str]]:
@@ -235,21 +256,26 @@ def _sentencepiece(tokens: list[str], kinds: list[int], file: GGUFFile) -> Token
 
 def _role(file: GGUFFile, role: str) -> tuple[str, int] | None:
     """Returns the text and id of the token with a role like `bos`."""
-    tokens, token = file.get("tokenizer.ggml.tokens", list) or [], file.get(f"tokenizer.ggml.{_ROLES.get(role, role)}_token_id", int)
+    tokens, model = file.get("tokenizer.ggml.tokens", list) or [], file.get("tokenizer.ggml.model", str) or ""
+    token = file.get(f"tokenizer.ggml.{_ROLES.get(role, role)}_token_id", int)
+    if token is None and (role, model) == ("bos", "bert"):
+        token = file.get("tokenizer.ggml.cls_token_id", int)  # files of 2024 have this key alone
     if token is None:
-        token = _USUAL_ROLES.get(file.get("tokenizer.ggml.model", str) or "", {}).get(role)
+        token = _USUAL_ROLES.get(model, {}).get(role)
     return (tokens[token], token) if token is not None and 0 <= token < len(tokens) else None
 
 
 def _adds(file: GGUFFile, role: str) -> bool:
     """Whether each prompt begins with `bos`, or ends with `eos` or `sep`."""
     stored, model, rules = file.get(f"tokenizer.ggml.add_{role}_token", bool), file.get("tokenizer.ggml.model", str), _rules(file)
+    if model == "bert":  # llama.cpp does not ask what the file says
+        return role != "eos"
     if stored is not None and (role, model) != ("bos", "gemma4"):  # published Gemma 4 files say False, and mean True
         return stored
     usual = {
         "eos": model == "t5",
-        "bos": model in ("llama", "bert") or (rules is not None and rules.adds_bos),
-        "sep": model == "bert" or (rules is not None and rules.adds_sep),
+        "bos": model == "llama" or (rules is not None and rules.adds_bos),
+        "sep": rules is not None and rules.adds_sep,
     }
     return usual.get(role, False)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from chairlift.checkpoint.gguf_parts import model_files, parts_of, tag_of, tagged
 from chairlift.checkpoint.hub_cache import Repository
 from chairlift.checkpoint.model_name import HubName
-from chairlift.checkpoint.weight_files import INDEX, indexed_names, weight_files, weight_names
+from chairlift.checkpoint.weight_files import INDEX, dense_weights, weight_files, weight_names
 from chairlift.errors import ChairliftError, ModelNotFound
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def gguf_model(name: HubName, files: Collection[PurePosixPath]) -> PurePosixPath
             raise ModelNotFound(f"{name.repo} has no file {name.file}")
         return parts_of(path)[0]
     has_config = PurePosixPath("config.json") in files
-    if name.tag is None and has_config and any(path.match("*.safetensors") for path in files):
+    if name.tag is None and has_config and any(path.suffix == ".safetensors" and len(path.parts) == 1 for path in files):
         return None
     models = model_files(files)
     found = models if name.tag is None else tagged(models, name.tag)
@@ -64,6 +64,7 @@ def _in_snapshot(name: HubName, repository: Repository, commit: str) -> Path:
     model = gguf_model(name, files)
     if model is None:
         weight_files(snapshot)
+        all_of(name, dict.fromkeys(files, 0), dense_weights(snapshot))
         return snapshot
     all_of(name, dict.fromkeys(files, 0), parts_of(model))
     return snapshot / model
@@ -77,8 +78,6 @@ def all_of(name: HubName, files: Mapping[PurePosixPath, T], wanted: Sequence[Pur
 
 
 def weights_of(files: Collection[PurePosixPath], snapshot: Path) -> list[PurePosixPath]:
-    """Returns the safetensors files that belong to the model, as `weight_files` does for a directory."""
-    if PurePosixPath(INDEX) in files:
-        return [PurePosixPath(name) for name in indexed_names(snapshot / INDEX)]
-    names = weight_names(path.name for path in files if len(path.parts) == 1 and path.suffix == ".safetensors")
-    return [PurePosixPath(name) for name in names]
+    """Returns the safetensors files that belong to the model. Its JSON files are in the directory `snapshot`."""
+    names = weight_names((path.name for path in files if len(path.parts) == 1), snapshot / INDEX)
+    return [*map(PurePosixPath, names), *dense_weights(snapshot)]

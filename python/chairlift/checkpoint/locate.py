@@ -26,12 +26,15 @@ from chairlift.checkpoint.ollama_store import OllamaFile, OllamaModel, find_olla
 from chairlift.checkpoint.progress import Progress, announced, say
 from chairlift.checkpoint.weight_files import INDEX, weight_files
 from chairlift.config import DEFAULT_MODEL
-from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
 
 __all__ = ["cache_dir", "locate", "public_name"]
 
-_LAYOUT = 5
+_LAYOUT = 6
 """Part of the name of a converted model. It is incremented when the output of `convert` changes."""
+
+_LONGEST_STEM = 100
+"""Most bytes of a file's name in that of its converted model."""
 
 _FILE_ADDRESS = re.compile(r"file:(//(localhost)?)?(?=/(?!/))", re.IGNORECASE)
 """What stands before the path in the address of a file of this machine."""
@@ -149,7 +152,7 @@ def _fetched(
         if found is not None:
             return found
         reason = "HF_HUB_OFFLINE allows no request to the Hugging Face hub" if offline else f"'chairlift pull {name}' downloads it"
-        raise ModelNotFound(f"{name} is not downloaded: {reason}")
+        raise ModelNotFound(f"{name} is not downloaded: {reason}{_no_path(name)}")
     # These modules import an HTTP client, which a model that is here does not need.
     try:
         if isinstance(name, HubName):
@@ -159,11 +162,19 @@ def _fetched(
         from chairlift.checkpoint.file_download import download_file
 
         return download_file(name, cache_dir(directory), progress)
-    except ModelNotFound as error:
+    except ChairliftError as error:
+        if found is None and isinstance(error, ModelNotFound) and (hint := _no_path(name)):
+            raise ModelNotFound(f"{error}{hint}") from None
         if found is None or update:
             raise
         say(f"{error}; taking the copy of {name} that was downloaded earlier", progress)
         return found
+
+
+def _no_path(name: HubName | FileAddress) -> str:
+    """Returns what to add to the message about a name of the hub that may be meant as a path."""
+    looks_so = isinstance(name, HubName) and (name.repo.lower().endswith(".gguf") or Path(name.repo).parent.is_dir())
+    return f"; there is no file or directory {name} here either" if looks_so else ""
 
 
 def _ollama(model: OllamaModel, cache: Path, progress: Progress) -> Path:
@@ -228,7 +239,8 @@ def _gguf(path: Path, cache: Path, progress: Progress, ollama: OllamaFile | None
     location = hashlib.sha256(os.fsencode(path))
     advice = (ollama.sampling, ollama.stop) if ollama else ()
     location.update(repr(advice).encode() if advice else b"")  # several models of Ollama's may have the same file
-    name = f"{stem_of(path)}-{location.hexdigest()[:8]}-{_LAYOUT}"
+    stem = os.fsencode(stem_of(path))[:_LONGEST_STEM].decode(errors="ignore")
+    name = f"{stem}-{location.hexdigest()[:8]}-{_LAYOUT}"
     out = _converted(lambda: path, cache, f"{name}-{identity.hexdigest()[:8]}", progress, *advice)
     for other in out.parent.glob(f"{glob.escape(name)}-*"):
         if other != out:
@@ -244,7 +256,7 @@ def _converted(
     sampling: Mapping[str, float] | None = None,
     stop: Collection[str] = (),
 ) -> Path:
-    """Returns the converted directory `name` of the file `source`, created if it is missing. Then removes old copies of weights.
+    """Returns the converted directory `name` of the file `source`, created if it is missing.
 
     `sampling` and `stop` are for `convert`.
     """
@@ -257,13 +269,4 @@ def _converted(
             shutil.rmtree(out)  # the GGUF file that it links to was moved, or this directory was copied from another user's cache
         with announced(f"Reading the tokenizer of {path.name}", progress):
             convert(path, out, sampling, stop)
-        _remove_old_copies(cache / "models")
     return out
-
-
-def _remove_old_copies(directory: Path) -> None:
-    """Removes copies of weights that earlier versions wrote, which contain a `model.blocks`. Other directories belong to the user."""
-    for blocks in directory.glob("*/model.blocks"):
-        shutil.rmtree(blocks.parent, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()  # only if it is empty

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.checkpoint.lfs_pointer import remedy
+from chairlift.checkpoint.positioned_read import read_at
 from chairlift.checkpoint.weight_files import INDEX, indexed_files, weight_files
 from chairlift.errors import UnsupportedModel
 
@@ -67,12 +68,8 @@ class SafetensorsFile:
 
     def read(self, name: str, view: memoryview, at: int) -> None:
         """Fills the view with the bytes of a tensor from byte `at` on. Threads may call it at once. Raises UnsupportedModel as `data`."""
-        start, done = self.tensors[name].start + at, 0
-        while done < len(view):
-            count = os.preadv(self._file.fileno(), [view[done:]], start + done)
-            if not count:
-                raise self._corrupt(f"tensor {name} ends beyond it: it became shorter while it was read")
-            done += count
+        if not read_at(self._file, view, self.tensors[name].start + at):
+            raise self._corrupt(f"tensor {name} ends beyond it: it became shorter while it was read")
 
     def _read_header(self) -> dict[str, TensorEntry]:
         length = int.from_bytes(self._file.read(8), "little")

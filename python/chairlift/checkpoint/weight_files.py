@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePosixPath
 
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf_parts import parts_of
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
+log = logging.getLogger("chairlift")
+
 INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+"""The file of a model or a module whose weights are in one."""
 _MAX_NAME = 200
 """Most characters of a file's name. Published names are in ASCII, and disks allow 255 bytes."""
 
@@ -24,30 +30,54 @@ def gguf_link(directory: Path) -> Path | None:
 def weight_files(directory: Path) -> list[Path]:
     """Returns the files with the weights of the model in `directory`.
 
-    They are those of the GGUF file that it was made of, those that the index names, model.safetensors, the files whose names begin with
-    `model`, or all safetensors files. Beside these, other files hold the weights in another format, or other weights. Raises ModelNotFound
-    if there are none, or if one that the index names is missing, and UnsupportedModel for an invalid index.
+    They are those of the GGUF file that it was made of, or those that `weight_names` says. Raises ModelNotFound if there are none, or if
+    one that the index names is missing, and UnsupportedModel for an invalid index.
     """
     if (source := gguf_link(directory)) is not None:
         return parts_of(source)
-    if (index := directory / INDEX).exists():
-        paths = [directory / name for name in indexed_names(index)]
-        for path in paths:
-            if not path.exists():
-                raise ModelNotFound(f"{path} is missing, though {index.name} names it: is the download complete?")
-        return paths
-    chosen = weight_names(path.name for path in directory.glob("*.safetensors"))
-    if not chosen:
+    index = directory / INDEX
+    paths = [directory / name for name in weight_names((path.name for path in directory.glob("*") if path.exists()), index)]
+    if not paths:
         raise ModelNotFound(f"{directory} holds no *.safetensors file: convert the weights to safetensors, or use --load-format dummy")
-    return [directory / name for name in chosen]
+    for path in paths:
+        if not path.exists():
+            raise ModelNotFound(f"{path} is missing, though {index.name} names it: is the download complete?")
+    return paths
 
 
-def weight_names(files: Iterable[str]) -> list[str]:
-    """Returns the names of the files with weights among the safetensors files of a directory without an index."""
-    every = sorted(files)
-    if "model.safetensors" in every:
-        return ["model.safetensors"]
-    return [name for name in every if name.startswith("model")] or every
+def weight_names(files: Iterable[str], index: Path) -> list[str]:
+    """Returns the names of the files with weights among the `files` of a model. Raises UnsupportedModel for an invalid index.
+
+    They are those that the index names, model.safetensors, the files whose names begin with `model`, or all safetensors files. Beside
+    these, other files hold the weights in another format, or other weights. An index that names missing files is not used if there is a
+    model.safetensors: programs that quantise a model may leave the index of the model that they read.
+    """
+    every = set(files)
+    if index.name in every:
+        names = indexed_names(index)
+        missing = [name for name in names if name not in every]
+        if not missing or _WHOLE not in every:
+            return names
+        _report_index(index, missing[0])
+    if _WHOLE in every:
+        return [_WHOLE]
+    found = sorted(name for name in every if name.endswith(".safetensors"))
+    return [name for name in found if name.startswith("model")] or found
+
+
+@cache
+def _report_index(index: Path, missing: str) -> None:
+    """Logs once that an index is not used."""
+    log.warning("%s names %s, which is missing: the weights are those of %s", index, missing, _WHOLE)
+
+
+def dense_weights(directory: Path) -> list[PurePosixPath]:
+    """Returns the paths of the weights of sentence-transformers' dense layers, as modules.json in a model's directory names them."""
+    try:
+        modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
+        return [PurePosixPath(module["path"], _WHOLE) for module in modules if str(module["type"]).rpartition(".")[2] == "Dense"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # whoever loads the model reads it again, and says what is wrong
 
 
 def indexed_names(index: Path) -> list[str]:

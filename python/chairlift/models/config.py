@@ -227,6 +227,11 @@ class ModelConfig(ModelShape):
             raw = {{"qkv_bias": "attention_bias", "bias": "mlp_bias"}.get(name, name): value for name, value in raw.items()}
         entries, family = find_family(raw)
         config = cls._parse(text := Entries(entries), family)
+        if config.scheme and config.scheme.method == "mlx" and (config.experts or config.recurrence):
+            kind = "experts" if config.experts else "recurrent layers"
+            raise UnsupportedModel(
+                f"MLX's conversions of models with {kind} cannot be read: take a GGUF file, or the model of another format"
+            )
         unread = check_entries(text.unread() | unknown_rope(text), experts=config.experts is not None)
         return replace(config, unread=unread + check_beside(raw, entries) + (config.scheme.unread if config.scheme else ()))
 

@@ -236,6 +236,8 @@ def find_modules(directory: Path) -> Modules:
         raise UnsupportedModel(f"modules.json must be a list of objects, got {modules!r:.200}")
     for module in modules:
         kind, path = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
+        if path.startswith("/") or ".." in path.split("/"):
+            raise UnsupportedModel(f"modules.json names {path!r:.100}, which is outside of the model's directory")
         if kind == "Pooling":
             pooling = _pooling(read_json(directory / path))
         elif kind == "Dense":

@@ -57,6 +57,8 @@ _USUAL = {
     "block_use_swiglu": (True,),
     "use_pos_enc": (True,),
     "scale_attn_weights": (True,),
+    "activation": ("swiglu",),  # beside the usual hidden_act, as in Falcon 3
+    "activation_function": ("silu",),
 }
 """Values of entries that change nothing, beside the neutral ones."""
 _CHANGES = re.compile(
