@@ -34,12 +34,12 @@ class LazyDevice(TorchDispatchMode):
         super().__init__()
         self.work: list[Callable[[], None]] = []
         self.done = 0
-        self._pinned: list[range] = []
+        self._pinned: list[torch.Tensor] = []  # kept: other memory must not take their addresses
         self._simple: set[object] = set()  # work that is not made of other work
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Declares memory of the host to be read by the device itself, when it comes to that."""
-        self._pinned.append(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        self._pinned.append(tensor)
         return tensor
 
     def put(self, work: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class LazyDevice(TorchDispatchMode):
         if to_us and not args[0 if func is aten._to_copy.default else 1].is_meta:
             assert kwargs.get("non_blocking") or (func is aten.copy_.default and args[2]), "a copy that waits for the device"
             place = 0 if func is aten._to_copy.default else 1
-            if not any(args[place].data_ptr() in memory for memory in self._pinned):
+            if not any(0 <= args[place].data_ptr() - memory.data_ptr() < memory.nbytes for memory in self._pinned):
                 assert args[place].nbytes <= PAGEABLE, "a large copy from pageable memory, which waits for the device"
                 args = (*args[:place], args[place].clone(), *args[place + 1 :])
         else:
