@@ -83,6 +83,7 @@ def test_prompts_that_share_nothing_at_the_upstream_share_nothing_here():
     [
         ({"messages": TURN}, 1),
         ({"messages": TURN, "n": 3}, 3),
+        ({"messages": [TURN, ANSWERED], "n": 3}, 6),
         ({"prompt": "a", "n": 2, "best_of": 4}, 4),
         ({"prompt": ["a", "b", "c"], "n": 2}, 6),
         ({"prompt": [[1, 2], [3]]}, 2),

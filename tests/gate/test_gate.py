@@ -155,6 +155,7 @@ def test_a_path_stays_as_it_is(upstream, base, up):
         ("/v1/x/%2e%2e/chat/completions", True),
         ("/v1/chat%2Fcompletions/", True),
         ("/../v1/chat/completions?x=/y", True),
+        ("/v1/chat/completions/batch", True),
         ("/v1/x/chat/completions", False),
     ],
 )
