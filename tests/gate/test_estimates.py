@@ -267,6 +267,15 @@ def test_a_first_measurement_counts_fully_whatever_came_before():
             Limits(320, 99, 7),
         ),
         ("sglang:max_total_num_tokens 5000.0\n", Limits(5000)),
+        (
+            "".join(
+                f'chairlift_cache_config_info{{engine="{engine}",model_name="{model}",block_size="16",num_gpu_blocks="100",'
+                f'max_model_len="99",max_num_seqs="8"}} 1.0\n'
+                for model in "ab"
+                for engine in range(4)
+            ),
+            Limits(6400, 99, 32),
+        ),
         ('vllm:cache_config_info{block_size="None",num_gpu_blocks="-1"} 1.0\n', Limits()),
         ("<html>", Limits()),
     ],
