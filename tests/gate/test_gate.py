@@ -66,6 +66,7 @@ def answer_of(response):
         ("POST", "/v1/chat/completions", {"json": chat("hello", unknown={"deep": [1, None]})}),
         ("POST", "/v1/chat/completions", {"json": chat("hello", stream=True)}),
         ("POST", "/v1/chat/completions", {"json": chat("refuse")}),
+        ("POST", "/v1/chat/completions", {"json": chat("hello", priority=10**30)}),
         ("POST", "/v1/completions", {"content": b"this is no JSON \xff"}),
         (
             "POST",

@@ -24,7 +24,7 @@ from chairlift.errors import ChairliftError, EngineDead, InvalidRequest, WaitToo
 from chairlift.gate.answer import Answer
 from chairlift.gate.prompt import Prompt
 from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
+from chairlift.scheduling import BACKGROUND, Scheduling
 from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import Service, service_of
@@ -120,8 +120,11 @@ class _Admission:
     def _urgency(self) -> Scheduling:
         """The scheduling parameters of the tenant, its tier, the headers and the body. Wrong fields are left to the upstream."""
         request, service = self._request, self._service
+        given = dict(self._prompt.scheduling)
+        if type(priority := given.get("priority")) is int and abs(priority) > BACKGROUND:
+            del given["priority"]
         try:
-            fields = GenerationRequest.model_validate(dict(self._prompt.scheduling))
+            fields = GenerationRequest.model_validate(given)
         except ValidationError:
             fields = GenerationRequest()
         tier = service.tiers.choose(fields.service_tier, request.state.tenant)
