@@ -142,11 +142,6 @@ class Gate:
             for one, replica in zip(self._upstreams, replicas, strict=True)
         ]
 
-    async def close(self) -> None:
-        """Closes the connections to the upstreams."""
-        for upstream in self._upstreams:
-            await upstream.close()
-
     async def _generate(self, request: Request, raw: bytearray, send: Send) -> None:
         """Waits for the request's turn and passes it on; to another upstream if the first cannot be reached or is not ready."""
         service_of(request).check_admission()
