@@ -310,6 +310,8 @@ def test_a_stream_says_as_openai_does_that_the_input_is_too_long(http):
     assert (failed["response"]["status"], error["code"]) == ("failed", "context_length_exceeded")
     assert error["message"].startswith("Your input exceeds the context window of this model.")
     assert rejected(http) == counted + 1
+    explained = http.get(f"/v1/requests/{response.headers['x-request-id']}/explain").json()
+    assert (explained["refused"]["status"], explained["refused"]["code"]) == (400, "context_length_exceeded")
 
 
 def rejected(http):
