@@ -200,6 +200,20 @@ def test_control_tokens_are_seen_only_where_calls_are_written_with_them(client, 
 
 
 @pytest.mark.parametrize(
+    ("stop", "reason", "arguments"),
+    [
+        ("Oslo", "stop", [ZURICH, '{"city": "']),
+        ("richly", "tool_calls", [ZURICH, OSLO]),
+        ("\n</tool_call>", "tool_calls", [ZURICH, OSLO]),
+        ("</tool_call>", "tool_calls", [ZURICH]),
+    ],
+)
+def test_a_call_that_a_stop_string_has_cut_is_no_finished_one(client, stop, reason, arguments):
+    [choice] = client.chat.completions.create(**body(SAID["hermes"], stop=stop)).choices
+    assert (choice.finish_reason, [call.function.arguments for call in choice.message.tool_calls]) == (reason, arguments)
+
+
+@pytest.mark.parametrize(
     ("said", "choice", "reason"),
     [
         ("hermes", "required", "tool_calls"),
