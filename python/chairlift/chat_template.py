@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,20 @@ class ChatTemplate:
             except InvalidRequest:
                 continue
         return False
+
+    @cached_property
+    def has_system(self) -> bool:
+        """Whether it has a place for a system message. Blocks, without the GIL.
+
+        Raises InvalidRequest if it renders no conversation at all.
+        """
+        system, user = ({"role": role, "content": text} for role, text in (("system", "Be terse."), ("user", "Hello")))
+        try:
+            pieces = self.render([system, user], ())
+        except InvalidRequest:
+            self.render([user], ())
+            return False
+        return any(system["content"] in text for text, _ in pieces)
 
     def prepare(self) -> None:
         """Starts the process that renders it, unless it runs."""

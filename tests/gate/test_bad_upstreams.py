@@ -38,6 +38,7 @@ PASS = {
     "early hints first": b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n" + OK + b"content-length: 6\r\n\r\n<html>",
     "no length": OK + b"\r\n<html>",
     "HTTP/1.0": b"HTTP/1.0 200 OK\r\n\r\n<html>",
+    "a page for all origins": OK + b"access-control-allow-origin: *\r\ncontent-length: 6\r\n\r\n<html>",
     "no content type": OK + b"content-type: ;;;/\xff\r\ncontent-length: 6\r\n\r\n<html>",
 }
 FAIL = {
@@ -70,6 +71,7 @@ def test_what_is_http_passes_and_all_else_is_a_bad_gateway(caplog):
     for case, response in asyncio.run(main()).items():
         if case in PASS:
             assert response.content == b"<html>", case
+            assert "access-control-allow-origin" not in response.headers, case
             assert response.status_code == int(PASS[case].rpartition(b"HTTP/1.")[2].split()[1]), case
         else:
             assert response.status_code == 502, case
@@ -84,6 +86,7 @@ def test_what_is_http_passes_and_all_else_is_a_bad_gateway(caplog):
         (b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", b"ZZ\r\nsecret"),
         (b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", b"5\r\nsec"),
         (b"content-length: 9\r\n\r\nok", b"secret"),
+        (b"content-type: text/event-stream\r\ncontent-length: 9\r\n\r\nok", b"secret"),
     ],
 )
 def test_an_answer_that_breaks_in_the_middle_ends_there(head, rest):
@@ -110,6 +113,33 @@ def test_an_answer_that_breaks_in_the_middle_ends_there(head, rest):
 
     broken = asyncio.Event()
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("rest", [b"", b"half"])
+def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(rest):
+    kinds = {
+        PATH: (b"text/event-stream", EVENT),
+        "/v1/messages": (b"text/event-stream", EVENT),
+        "/api/chat": (b"application/x-ndjson", b"{}\n"),
+    }
+
+    async def answer(request):
+        kind, event = kinds[request.target]
+        head, data = b"content-type: %s\r\ntransfer-encoding: chunked" % kind, event + rest
+        await request.send_raw(OK + b"%s\r\n\r\n%x\r\n%s\r\n" % (head, len(data), data))
+
+    async def main():
+        async with behind(answer) as (_, base, client):
+            answers = [await client.post(base + path, json=CHAT | {"stream": True}, headers={"x-request-id": path}) for path in kinds]
+            explained = [await client.get(f"{base}/v1/requests/{path}/explain") for path in kinds]
+            return [one.text for one in answers], [one.json()["sequences"][0]["finish"] for one in explained]
+
+    (chat, messages, ollama), finish = asyncio.run(main())
+    begun = EVENT.decode() + rest.decode()
+    assert chat.startswith(begun + '\n\ndata: {"error":{"message":"the upstream')
+    assert messages.startswith(begun + '\n\nevent: error\ndata: {"type":"error",')
+    assert ollama.startswith("{}\n" + (rest.decode() and "half\n") + '{"error":"the upstream')
+    assert finish == ["abort"] * 3
 
 
 def test_an_answer_that_is_no_http_takes_no_upstream_out():
@@ -173,11 +203,12 @@ def test_a_stream_that_stalls_holds_up_no_other_and_ends_with_its_client():
     async def main():
         async with behind(answer) as (server, base, client):
             async with client.stream("POST", base + PATH, json=CHAT | {"stream": True}) as stream:
-                parts = stream.aiter_bytes()
+                id, parts = stream.headers["x-request-id"], stream.aiter_bytes()
                 assert await anext(parts) == EVENT
                 assert (await client.post(base + PATH, json=CHAT)).content == b"{}"
                 assert not gone(server)
             await until(lambda: gone(server))
+            assert (await client.get(f"{base}/v1/requests/{id}/explain")).json()["sequences"][0]["finish"] == "abort"
 
     asyncio.run(main())
 

@@ -83,6 +83,7 @@ def test_prompts_that_share_nothing_at_the_upstream_share_nothing_here():
     [
         ({"messages": TURN}, 1),
         ({"messages": TURN, "n": 3}, 3),
+        ({"messages": [TURN, ANSWERED], "n": 3}, 6),
         ({"prompt": "a", "n": 2, "best_of": 4}, 4),
         ({"prompt": ["a", "b", "c"], "n": 2}, 6),
         ({"prompt": [[1, 2], [3]]}, 2),
@@ -117,7 +118,7 @@ def test_a_body_of_many_values_costs_little_and_is_a_prompt_as_it_stands(element
 
 
 def answer_with(*chunks, streamed=True):
-    answer = Answer(streamed=streamed, sent=time.monotonic())
+    answer = Answer("text/event-stream" if streamed else "application/json", sent=time.monotonic())
     for chunk in chunks:
         answer.feed(chunk)
     return answer
@@ -146,6 +147,41 @@ def test_an_answer_that_calls_tools_is_known():
     assert answer_with(b'data: {"choices":[{"finish_reason":"tool_calls"}]}\n\ndata: [DONE]\n\n').calls_tools
     assert answer_with(b'data: {"delta":{"stop_reason":"tool_use"}}\n\n').calls_tools
     assert not answer_with(b'{"choices":[{"finish_reason":"stop","message":{"tool_calls":[]}}]}', streamed=False).calls_tools
+    assert answer_with(b'{"message":{"tool_calls":[{"function":{"name":"f"}}]},"done_reason":"stop"}', streamed=False).calls_tools
+    for kind in (b"function_call", b"custom_tool_call"):
+        response = b'{"output":[{"type":"%s","name":"f"}],"tools":["%s"]}' % (kind, b"t" * (1 << 17))
+        assert answer_with(*(response[at : at + 1000] for at in range(0, len(response), 1000)), streamed=False).calls_tools
+    assert not answer_with(
+        b'{"output":[{"text":"{\\"type\\":\\"function_call\\"}"}],"tools":[{"type":"function"}]}', streamed=False
+    ).calls_tools
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        b'event: response.created\ndata: {"type":"response.created","tools":"%s"}\n\n' % (b"t" * 500)
+        + b"event: response.in_progress\ndata: {}\n\n",
+        b'event: message_start\r\ndata: {"usage":{"input_tokens":5}}\r\n\r\nevent: ping\r\ndata: {}\r\n\r\n: waits\r\n\r\n',
+    ],
+)
+def test_events_before_the_prompt_is_computed_are_not_the_first_token(before):
+    for size in (1, 100, len(before)):
+        answer = answer_with(*(before[at : at + size] for at in range(0, len(before), size)))
+        assert (answer.ttft, answer.events) == (None, 0), size
+        answer.feed(b"event: x\ndata: {}\n\n")
+        assert answer.ttft is not None
+        assert answer.events == 1
+    assert answer_with(before + b"event: x\ndata: {}\n\n").ttft is not None
+
+
+def test_each_line_of_an_ollama_stream_is_an_event():
+    answer = Answer("application/x-ndjson", sent=time.monotonic())
+    for _ in range(3):
+        answer.feed(b'{"done":false}\n{"done":')
+        answer.feed(b"false}\n")
+    assert answer.ttft is not None
+    assert answer.events == 6
+    assert answer.between_tokens is not None
 
 
 def test_an_upstream_that_finds_less_than_expected_counts_for_less():
@@ -266,6 +302,15 @@ def test_a_first_measurement_counts_fully_whatever_came_before():
             Limits(320, 99, 7),
         ),
         ("sglang:max_total_num_tokens 5000.0\n", Limits(5000)),
+        (
+            "".join(
+                f'chairlift_cache_config_info{{engine="{engine}",model_name="{model}",block_size="16",num_gpu_blocks="100",'
+                f'max_model_len="99",max_num_seqs="8"}} 1.0\n'
+                for model in "ab"
+                for engine in range(4)
+            ),
+            Limits(6400, 99, 32),
+        ),
         ('vllm:cache_config_info{block_size="None",num_gpu_blocks="-1"} 1.0\n', Limits()),
         ("<html>", Limits()),
     ],

@@ -66,6 +66,7 @@ def answer_of(response):
         ("POST", "/v1/chat/completions", {"json": chat("hello", unknown={"deep": [1, None]})}),
         ("POST", "/v1/chat/completions", {"json": chat("hello", stream=True)}),
         ("POST", "/v1/chat/completions", {"json": chat("refuse")}),
+        ("POST", "/v1/chat/completions", {"json": chat("hello", priority=10**30)}),
         ("POST", "/v1/completions", {"content": b"this is no JSON \xff"}),
         (
             "POST",
@@ -155,6 +156,7 @@ def test_a_path_stays_as_it_is(upstream, base, up):
         ("/v1/x/%2e%2e/chat/completions", True),
         ("/v1/chat%2Fcompletions/", True),
         ("/../v1/chat/completions?x=/y", True),
+        ("/v1/chat/completions/batch", True),
         ("/v1/x/chat/completions", False),
     ],
 )

@@ -49,7 +49,7 @@ def test_prompts_that_the_upstream_still_computes_do_not_fill_the_kv_of_the_gate
         for tag, one in enumerate(held, 1):
             due = began + tag * PROMPT * TOKEN_SECONDS
             if one.answer is None and clock.seconds >= due:
-                one.answer = Answer(streamed=True, sent=began)
+                one.answer = Answer("text/event-stream", sent=began)
                 learned.observe_first(began, due, PROMPT)
                 engine.learn(Answering(tag))
         if clock.seconds - told >= 1.0:

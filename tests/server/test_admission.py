@@ -168,7 +168,11 @@ def test_what_runs_does_not_wait(engine):
 
 def test_every_prompt_of_a_request_waits(engine):
     with serving(engine) as (base, service), httpx.Client(base_url=base, timeout=30) as http:
-        assert http.post(COMPLETIONS, json=HELD | {"prompt": ["held"] * 5}).json()["error"]["code"] == "queue_full"
+        refused = http.post(COMPLETIONS, json=HELD | {"prompt": ["held"] * 5})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (
+            400,
+            "5 prompts in one request, at most 4 may wait: send fewer",
+        )
         wait_until(lambda: counted(service) == (0, 0))
         with http.stream("POST", COMPLETIONS, json=HELD | {"prompt": ["held"] * 4, "stream": True}) as stream:
             assert counted(service) == (4, 1)
@@ -237,6 +241,24 @@ def test_the_prompts_of_a_request_that_is_not_queued_take_no_place():
     assert (admission.waiting, admission.open) == (0, 1)
     place.release()
     assert (admission.waiting, admission.open) == (0, 0)
+
+
+def test_prompts_that_never_may_wait_are_not_told_to_come_back():
+    admission = Admission(4, Stats)
+    for tenant, prompts, most in ((Tenant("alice", max_queued=2), 3, 2), (Tenant("bob"), 5, 4)):
+        place = admission.ticket(tenant)
+        place.admit()
+        with pytest.raises(ApiError, match=f"{prompts} prompts in one request, at most {most} may wait") as caught:
+            place.add_prompts(prompts)
+        assert caught.value.status == 400
+        place.add_prompts(most)
+        place.release()
+    first, second = admission.ticket(tenant), admission.ticket(tenant)
+    first.admit()
+    second.admit()
+    with pytest.raises(ApiError) as caught:
+        second.add_prompts(4)
+    assert caught.value.status == 503, "it may, when the other has begun"
 
 
 def refusal(place):

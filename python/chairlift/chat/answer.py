@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -102,6 +103,8 @@ class AnswerParser:
         self._calls = form.call_parser()
         self._custom = CustomCalls(self._tool_spec.custom)
         self._called = False
+        self._arguments: list[str] = []
+        """The arguments of the newest call."""
         self._thought = ""
         """The end of the reasoning, if it may contain calls."""
         self._logprobs: list[TokenLogprobs] = []
@@ -120,7 +123,7 @@ class AnswerParser:
         if output.finish_reason:
             last = deltas[-1]
             # OpenAI returns `stop` if the client itself chose the function.
-            called = self._called and output.finish_reason == "stop" and not self._tool_spec.named
+            called = self._called and output.finish_reason == "stop" and not self._tool_spec.named and not self._is_cut(output)
             last.finish_reason = "tool_calls" if called else output.finish_reason
             last.stop_reason = output.stop_reason
         return deltas
@@ -158,6 +161,9 @@ class AnswerParser:
                 deltas[-1].content += part
             elif self._tool_spec.parallel or part.index == 0:
                 self._called = True
+                if part.id is not None:
+                    self._arguments.clear()
+                self._arguments.append(part.arguments)
                 self._append_calls(deltas, self._custom.push(part))
         if final:
             self._append_calls(deltas, self._custom.end())
@@ -175,6 +181,18 @@ class AnswerParser:
             else:
                 calls.append(part)
         return [replace(call, index=call.index - calls[0].index) for call in calls]
+
+    def _is_cut(self, output: RequestOutput) -> bool:
+        """Whether a stop string or a stop token has ended the answer within a call's arguments."""
+        if output.stop_reason is None:
+            return False
+        try:
+            json.loads("".join(self._arguments))
+        except ValueError:
+            return True
+        except RecursionError:
+            pass
+        return False
 
     def _append_calls(self, deltas: list[Delta], parts: Sequence[ToolCallDelta]) -> None:
         """Appends increments of calls to the newest delta."""

@@ -26,6 +26,8 @@ class TemplateInputs(NamedTuple):
     conversation: list[dict[str, Any]]
     variables: dict[str, Any]
     parser_type: type[ToolParser]
+    tools: list[dict[str, Any]]
+    """The tools that the model may call, whether or not the template has a place for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ class ChatModel:
         name = self.tool_call_parser
         parser_type = parser_for_template(template.source) if name == "auto" else TOOL_PARSERS[name]
         if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
-            return TemplateInputs(conversation, given, parser_type)
+            return TemplateInputs(conversation, given, parser_type, tools)
         if not template.uses("tools"):
-            return TemplateInputs(add_tool_prompt(conversation, tools), given, Hermes)
-        return TemplateInputs(conversation, {**given, "tools": tools} if tools else given, parser_type)
+            prompted = add_tool_prompt(conversation, tools, has_system=not tools or template.has_system)
+            return TemplateInputs(prompted, given, Hermes, tools)
+        return TemplateInputs(conversation, {**given, "tools": tools} if tools else given, parser_type, tools)
 
     def inputs_up_to_user(
         self, conversation: list[dict[str, Any]], variables: Mapping[str, Any], tool_spec: ToolSpec

@@ -148,7 +148,6 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
             await stack.enter_async_context(serve_admin(admin, supervisor.admin(admin_routes(gate))))
         await stack.enter_async_context(in_background(gate.tell()))
         await stack.enter_async_context(in_background(gate.watch()))
-        stack.push_async_callback(gate.close)
         return await supervisor.run(listener, asyncio.create_task(_start(engine, began)))
 
 

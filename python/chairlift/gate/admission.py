@@ -24,7 +24,7 @@ from chairlift.errors import ChairliftError, EngineDead, InvalidRequest, WaitToo
 from chairlift.gate.answer import Answer
 from chairlift.gate.prompt import Prompt
 from chairlift.sampling import SamplingParams
-from chairlift.scheduling import Scheduling
+from chairlift.scheduling import BACKGROUND, Scheduling
 from chairlift.server.observability.usage_log import UsageLabels
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.service import Service, service_of
@@ -61,6 +61,8 @@ class Admitted:
     """Called when the first event of a streamed answer has come: the upstream has computed the prompt."""
     answer: Answer | None = None
     """What came back; None until something did."""
+    complete: bool = False
+    """Whether all of the answer came."""
     outcome: Outcome = Outcome.RUNS
     answers: int = 1
     """Sequences that the upstream runs for it."""
@@ -92,8 +94,8 @@ async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]
         held = admission.started(stream)
         try:
             yield held
-            stream.answered = held.answer is not None
         finally:
+            stream.answered = held.complete
             admission.ended(held)
     finally:
         running.cancel()
@@ -120,8 +122,11 @@ class _Admission:
     def _urgency(self) -> Scheduling:
         """The scheduling parameters of the tenant, its tier, the headers and the body. Wrong fields are left to the upstream."""
         request, service = self._request, self._service
+        given = dict(self._prompt.scheduling)
+        if type(priority := given.get("priority")) is int and abs(priority) > BACKGROUND:
+            del given["priority"]
         try:
-            fields = GenerationRequest.model_validate(dict(self._prompt.scheduling))
+            fields = GenerationRequest.model_validate(given)
         except ValidationError:
             fields = GenerationRequest()
         tier = service.tiers.choose(fields.service_tier, request.state.tenant)
@@ -197,8 +202,9 @@ class _Admission:
             self._latencies.per_token.observe(answer.between_tokens)
         prompt = held.prompt_tokens if usage is None or usage.prompt is None else usage.prompt
         metrics.observe_lengths(prompt, tokens)
-        metrics.count_finished("abort" if answer is None else "stop", now - self._context.arrived, self._latencies)
-        if self._session is not None and not self._session.final and answer is not None and not answer.calls_tools:
+        finish = "stop" if held.complete else "abort"
+        metrics.count_finished(finish, now - self._context.arrived, self._latencies)
+        if self._session is not None and not self._session.final and held.complete and answer is not None and not answer.calls_tools:
             self._model.engine.tell(NoteSession(self._scheduling.tenant, self._session.name, "awaits_user"))
         if (usage_log := self._service.usage_log) is not None:
             scheduling = self._scheduling
@@ -206,4 +212,4 @@ class _Admission:
             labels = UsageLabels(*names, scheduling.priority, prompt, scheduling.session)
             cached = 0 if usage is None or usage.cached is None else usage.cached
             states = {"queued": self._admitted_at - self._context.arrived, "upstream": now - self._admitted_at}
-            usage_log.write_upstream(labels, cached, tokens, "abort" if answer is None else "stop", states)
+            usage_log.write_upstream(labels, cached, tokens, finish, states)

@@ -15,7 +15,18 @@ KEPT = 1 << 14
 MAX_COUNT = 1 << 40
 """Tokens above which a count is wrong."""
 
-_CALLS_TOOLS = re.compile(rb'"(?:finish|stop)_reason": ?"(?:tool_calls|tool_use|function_call)"')
+_EVENTS = {"text/event-stream": b"data:", "application/x-ndjson": b"\n"}
+"""What each event of a stream has once, by the content type of the stream."""
+_BEFORE_TOKENS = frozenset((b"response.created", b"response.queued", b"response.in_progress", b"message_start", b"ping"))
+"""Events that a server may send before it has computed the prompt."""
+_LINE_BEGINNING = 64
+"""Bytes of a line that say what it is."""
+
+_CALLS_TOOLS = re.compile(
+    rb'"(?:finish|stop)_reason": ?"(?:tool_calls|tool_use|function_call)"'  # OpenAI's chat, and Anthropic
+    rb'|"type": ?"(?:function_call|custom_tool_call)"'  # the Responses API
+    rb'|"tool_calls": ?\[ ?\{'  # Ollama
+)
 
 _decode = json.JSONDecoder().raw_decode
 
@@ -32,34 +43,45 @@ class UpstreamUsage:
 class Answer:
     """Looks at the bytes of one answer. It changes nothing and keeps only its beginning and its end."""
 
-    def __init__(self, *, streamed: bool, sent: float) -> None:
+    def __init__(self, content_type: str, *, sent: float) -> None:
         """`sent` is when the request was sent, on the monotonic clock: many servers send the head of an answer with its first token."""
-        self.sent, self.streamed = sent, streamed
+        self.sent = sent
+        self._event_mark = _EVENTS.get(content_type)
         self._first: float | None = None
         self._last = 0.0
         self.events = 0
         """Events of the stream that have come; about one for each token."""
         self._head = bytearray()
         self._tail = bytearray()
+        self._called = False
+        """Whether calls of tools were in what the tail has no more."""
+        self._event = self._line = b""
+        """The name of the event that has begun, and the beginning of a line that has not ended, before the first token."""
 
     def feed(self, data: bytes) -> None:
         """Looks at the next bytes, which have just arrived."""
-        if self.streamed and data.startswith(b":") and b"data:" not in data:
+        if self._event_mark == b"data:" and data.startswith(b":") and b"data:" not in data:
             return  # a comment, which keeps the connection open while the request waits
         self._last = time.monotonic()
-        if self._first is None:
+        if self._first is None and self._has_token(data):
             self._first = self._last
-        if self.streamed:
-            self.events += data.count(b"data:")
+        if self._first is not None and self._event_mark is not None:
+            self.events += data.count(self._event_mark)
         if len(self._head) < KEPT:
             self._head += data[: KEPT - len(self._head)]
         self._tail += data
         if len(self._tail) > 2 * KEPT:
+            self._called = self.calls_tools
             del self._tail[:-KEPT]
 
     @property
+    def streamed(self) -> bool:
+        """Whether it comes in events, about one for each token."""
+        return self._event_mark is not None
+
+    @property
     def ttft(self) -> float | None:
-        """Seconds until the first byte that is no comment; None before that, and of an answer that is not streamed."""
+        """Seconds until the first event that has a token; None before that, and of an answer that is not streamed."""
         return None if self._first is None or not self.streamed else self._first - self.sent
 
     @property
@@ -72,7 +94,7 @@ class Answer:
     @property
     def calls_tools(self) -> bool:
         """Whether it ends with calls of tools, so that the client goes on by itself."""
-        return _CALLS_TOOLS.search(self._tail) is not None
+        return self._called or _CALLS_TOOLS.search(self._tail) is not None
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +114,21 @@ class Answer:
             prompt += sum(_count(found.get(name)) or 0 for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
         output = found.get("completion_tokens", found.get("output_tokens"))
         return UpstreamUsage(_count(prompt), _count(cached), _count(output))
+
+    def _has_token(self, data: bytes) -> bool:
+        """Whether the first token has come with these bytes. An event before it may be long, and come in several parts."""
+        if self._event_mark != b"data:":
+            return True
+        lines = (self._line + data).splitlines(keepends=True)
+        for line in lines:
+            if line.startswith(b"event:"):
+                self._event = line[len(b"event:") :].strip()
+            elif line.startswith(b"data:") and self._event not in _BEFORE_TOKENS:
+                return True
+            elif not line.strip():
+                self._event = b""
+        self._line = b"" if not lines or lines[-1].endswith((b"\n", b"\r")) else lines[-1][:_LINE_BEGINNING]
+        return False
 
 
 def _usage(text: str) -> dict[str, Any]:
@@ -114,10 +151,8 @@ def _usage(text: str) -> dict[str, Any]:
 
 
 def _number_after(text: str, name: str) -> int | None:
-    at = text.rfind(name)
-    digits = text[at + len(name) : at + len(name) + 12].strip() if at >= 0 else ""
-    digits = digits[: next((index for index, character in enumerate(digits) if not character.isdigit()), len(digits))]
-    return int(digits) if digits else None
+    found = re.findall(rf"{name}\s*([0-9]{{1,12}})", text)
+    return int(found[-1]) if found else None
 
 
 def _inner(found: dict[str, Any], *names: str) -> Any:

@@ -41,7 +41,7 @@ from chairlift.server.http.body import LARGE, beside, read_raw
 from chairlift.server.model import ServedModel
 from chairlift.server.routes.sessions import CloseSessionRequest
 from chairlift.server.service import service_of
-from chairlift.server.streaming import event
+from chairlift.server.streaming import EventStream, JsonLines
 from chairlift.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
@@ -142,11 +142,6 @@ class Gate:
             for one, replica in zip(self._upstreams, replicas, strict=True)
         ]
 
-    async def close(self) -> None:
-        """Closes the connections to the upstreams."""
-        for upstream in self._upstreams:
-            await upstream.close()
-
     async def _generate(self, request: Request, raw: bytearray, send: Send) -> None:
         """Waits for the request's turn and passes it on; to another upstream if the first cannot be reached or is not ready."""
         service_of(request).check_admission()
@@ -198,8 +193,7 @@ class Gate:
                     await upstream.check_ready()
                 check_head(response)
                 end_with_connection(response)
-                streamed = response.content_type == "text/event-stream"
-                answer = Answer(streamed=streamed, sent=sent)
+                answer = Answer(response.content_type, sent=sent)
                 if held is not None and response.status == 200:
                     held.answer = answer
                 elif held is not None:
@@ -207,20 +201,7 @@ class Gate:
                 begun = True
                 raw.clear()  # it is not read again
                 await send({"type": "http.response.start", "status": response.status, "headers": _answer_headers(response)})
-                # Middleware only needs the start and the end of the response.
-                raw_send: Send = scope["state"]["raw_send"]
-                try:
-                    async for data in response.content.iter_any():
-                        before_first_token = answer.ttft is None
-                        answer.feed(data)
-                        if held is not None and before_first_token and answer.ttft is not None:
-                            held.on_first_token()
-                        await raw_send({"type": "http.response.body", "body": data, "more_body": True})
-                except FAILURES as error:
-                    if not streamed:
-                        raise
-                    envelope = for_route(_refusal(failure(upstream.url, error)), scope).envelope
-                    await raw_send({"type": "http.response.body", "body": event(envelope), "more_body": True})
+                await _pass_body(scope, response, answer, held, upstream)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except FAILURES as error:
             if not begun:
@@ -304,11 +285,43 @@ def _first_token(held: Admitted, tell: Callable[[], None], estimates: Estimates)
         estimates.observe_first(answer.sent, answer.sent + answer.ttft, held.prompt_tokens - held.cached_tokens)
 
 
+async def _pass_body(scope: Scope, response: Any, answer: Answer, held: Admitted | None, upstream: Upstream) -> None:
+    """Sends an answer's body to the client, but not its end. A stream that breaks off ends with an error; other answers raise it."""
+    # Middleware only needs the start and the end of the response.
+    raw_send: Send = scope["state"]["raw_send"]
+    data = b"\n"
+    try:
+        async for data in response.content.iter_any():
+            before_first_token = answer.ttft is None
+            answer.feed(data)
+            if held is not None and before_first_token and answer.ttft is not None:
+                held.on_first_token()
+            await raw_send({"type": "http.response.body", "body": data, "more_body": True})
+    except FAILURES as error:
+        if not answer.streamed or "content-length" in response.headers:
+            raise
+        envelope = for_route(_refusal(failure(upstream.url, error)), scope).envelope
+        await raw_send({"type": "http.response.body", "body": _last_event(response.content_type, data, envelope), "more_body": True})
+    else:
+        if held is not None:
+            held.complete = held.answer is not None
+
+
+def _last_event(content_type: str, before: bytes, envelope: dict[str, Any]) -> bytes:
+    """The event that ends a stream with an error. What the stream sent `before` may have ended within an event."""
+    if content_type == JsonLines.media_type:
+        return (b"" if before.endswith(b"\n") else b"\n") + JsonLines.error_event(envelope)
+    return b"\n\n" + EventStream.error_event(envelope)
+
+
 def _answer_headers(response: Any) -> RawHeaders:
-    """The headers for the client. The upstream's own id of the request has another name, because the gate's is what `explain` knows."""
+    """The headers for the client. The upstream's own id of the request has another name, because the gate's is what `explain` knows.
+
+    Which web pages may read the answer is the gate's decision.
+    """
     renamed = {b"x-request-id": b"x-upstream-request-id", b"request-id": b"x-upstream-request-id"}
     named = [(name.lower(), value) for name, value in passed_on(response.raw_headers) if name.lower() != b"date"]  # the gate sends its own
-    kept = [(renamed.get(name, name), value) for name, value in named]
+    kept = [(renamed.get(name, name), value) for name, value in named if not name.startswith(b"access-control-")]
     length = response.headers.get("content-length")
     return kept if length is None else [*kept, (b"content-length", length.encode())]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class Limits:
 def of_metrics(page: str) -> Limits:
     """From the metrics of vLLM and Chairlift (`cache_config_info`), and of SGLang (`max_total_num_tokens`)."""
     found = Limits()
+    models: dict[str, dict[str, Limits]] = {}
+    """The limits of each engine, by the names of its model and its own: an upstream may have several engines."""
     try:
         for family in text_string_to_metric_families(page):
             stem = family.name.partition(":")[2] or family.name.removeprefix("chairlift_")
@@ -35,12 +37,13 @@ def of_metrics(page: str) -> Limits:
                     label = {name: _positive(value) for name, value in sample.labels.items()}
                     blocks, size = label.get("num_gpu_blocks"), label.get("block_size")
                     tokens = blocks * size if blocks and size else None
-                    found = merged(found, Limits(tokens, label.get("max_model_len"), label.get("max_num_seqs")))
+                    engines = models.setdefault(sample.labels.get("model_name", ""), {})
+                    engines[sample.labels.get("engine", "")] = Limits(tokens, label.get("max_model_len"), label.get("max_num_seqs"))
                 elif stem == "max_total_num_tokens":
                     found = merged(found, Limits(_positive(sample.value)))
     except ValueError:
         log.debug("the upstream's /metrics is no page of Prometheus")
-    return found
+    return merged(_together([*next(iter(models.values()), {}).values()]), found)
 
 
 def of_sglang(info: Any) -> Limits:
@@ -75,6 +78,13 @@ def of_models(models: Any) -> Limits:
 def merged(known: Limits, more: Limits) -> Limits:
     """What is known, and of the rest what `more` says."""
     return Limits(known.kv_tokens or more.kv_tokens, known.max_model_len or more.max_model_len, known.max_num_seqs or more.max_num_seqs)
+
+
+def _together(engines: Sequence[Limits]) -> Limits:
+    """The limits of engines that share the requests of one model."""
+    tokens, slots = (sum(getattr(one, name) or 0 for one in engines) for name in ("kv_tokens", "max_num_seqs"))
+    lengths = [one.max_model_len for one in engines if one.max_model_len]
+    return Limits(tokens or None, min(lengths, default=None), slots or None)
 
 
 def _positive(value: Any) -> int | None:

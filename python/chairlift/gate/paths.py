@@ -4,7 +4,14 @@ from __future__ import annotations
 
 GENERATES = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/compact", "/v1/messages"),
+        *(
+            "/v1/chat/completions",
+            "/v1/chat/completions/batch",
+            "/v1/completions",
+            "/v1/responses",
+            "/v1/responses/compact",
+            "/v1/messages",
+        ),
         *("/chat/completions", "/completions", "/completion", "/infill", "/generate", "/api/chat", "/api/generate"),
         *("/invocations", "/vertex_generate", "/inference/v1/generate"),
     }

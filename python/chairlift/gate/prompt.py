@@ -126,10 +126,10 @@ def _message(field: str, index: int) -> str:
 
 
 def _answers(body: Mapping[str, Any]) -> int:
-    """Each prompt of a list has as many answers as `n`, or `best_of` if that is more."""
+    """Each prompt of a list, or conversation of a batch, has as many answers as `n`, or `best_of` if that is more."""
     each = max([1, *(one for name in ("n", "best_of") if type(one := body.get(name)) is int)])
-    prompts = body.get("prompt")
-    several = len(prompts) if isinstance(prompts, list) and prompts and type(prompts[0]) is not int else 1
+    prompts = body.get("prompt", body.get("messages"))
+    several = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int | dict) else 1
     return min(each * several, MAX_SEQUENCES)
 
 

@@ -69,6 +69,13 @@ class Admission:
             message = f"{self._all.waiting} requests are waiting, the limit is {self._max_queued} (--max-num-queued-reqs)"
             raise unavailable(message, "queue_full", _whole_seconds(self._predicted_wait()))
 
+    def _check_possible(self, tenant: Tenant, prompts: int, *, queued: bool) -> None:
+        """Raises ApiError 400 if so many prompts may not wait even alone."""
+        limits = (tenant.max_queued, self._max_queued if queued else None)
+        most = min((limit for limit in limits if limit is not None), default=prompts)
+        if prompts > most:
+            raise ApiError(400, f"{prompts} prompts in one request, at most {most} may wait: send fewer")
+
     def _predicted_wait(self) -> float:
         """Seconds that a request arriving now would wait: engine start-up, the engine's prediction, and requests accepted since it."""
         stats = self._stats()
@@ -121,9 +128,10 @@ class Ticket:
         self._waiting, self._admitted_at = 1, time.monotonic()
 
     def add_prompts(self, prompts: int) -> None:
-        """Sets the number of prompts, each of which waits on its own; raises ApiError as `admit` does."""
+        """Sets the number of prompts, each of which waits on its own; raises ApiError as `admit` does, and 400 if they never may wait."""
         more = prompts - self._waiting
         if more > 0:
+            self._admission._check_possible(self._tenant, prompts, queued=self._queued)
             self._admission._check(self._tenant, more, 0, queued=self._queued)
             self._admission._count(self._tenant, more, queued=self._queued)
             self._waiting += more

@@ -9,6 +9,7 @@ from caching_engine import END, CachingEngine, PairTokenizer
 from server_here import MODEL, serving
 
 from chairlift.chat.tools.hermes import Hermes
+from chairlift.chat_template import ChatTemplate
 from chairlift.server.chat.exact_history import anchor_of, before_stop, exact_tokens
 from chairlift.server.turns import Answer, Found, Scope, Turn
 
@@ -74,6 +75,18 @@ def test_a_returned_answer_has_its_own_tokens(served, engine, said):
     both = [*engine.prompts[1], *TEXT.encode()]
     assert engine.prompts[2][: len(both)] == both
     assert third.headers["x-chairlift-exact-history"] == str(len(both))
+
+
+def test_calls_have_their_own_tokens_where_the_template_has_no_tools(served, engine, monkeypatch):
+    _, http, _ = served
+    monkeypatch.setattr(engine.tokenizer, "template", ChatTemplate({"default": "{{ messages }}"}, {}))
+    engine.answers = [CALL, "done"]
+    first = message(ask(http, START))
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "A file."}
+    second = ask(http, [*START, first, result])
+    own = generated(engine, CALL)
+    assert engine.prompts[1][: len(own)] == own
+    assert second.headers["x-chairlift-exact-history"] == str(len(own))
 
 
 def test_rewritten_arguments_of_equal_value_have_the_generated_tokens(served, engine):

@@ -122,6 +122,15 @@ def edit(field, text):
     return change
 
 
+def test_a_turn_whose_template_has_no_tools_misses_nothing_until_they_change(session, monkeypatch):
+    monkeypatch.setattr(session.engine.tokenizer, "template", ChatTemplate({"default": "{{ messages }}"}, {}))
+    session.engine.answers = [FIRST, SECOND]
+    session = begun(session.engine, session.http)
+    assert "cache_miss" not in session.third()
+    description(session)
+    assert session.third()["cache_miss"]["reason"] == "tools_changed"
+
+
 def system_goes(session):
     del session.messages[0]
 

@@ -21,8 +21,6 @@ PYTHONIC_LIST = "List of tools: "
 _PYTHONIC_CLOSE = "<|tool_call_end|>"
 OLMO_OPEN, _OLMO_CLOSE = "<function_calls>", "</function_calls>"
 _LINE_BREAKS = {"\n": "\\n", "\r": "\\r"}
-OLMO_OPEN, _OLMO_CLOSE = "<function_calls>", "</function_calls>"
-_ESCAPES = {"\n": "\\n", "\r": "\\r"}
 """Line breaks in strings, where Python's syntax has none."""
 
 _MAX_NAME = 128

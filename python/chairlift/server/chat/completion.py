@@ -190,7 +190,8 @@ async def _render_prompt(
     request: Request, model: ServedModel, body: ChatRequest, tool_spec: ToolSpec, *, must_fit: bool = True, as_turn: bool = False
 ) -> _RenderedPrompt:
     """Renders the prompt, with `as_turn` as a turn of its conversation; raises InvalidRequest."""
-    conversation, variables, parser_type = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
+    given, inputs = await asyncio.to_thread(_template_inputs, model, body, tool_spec)
+    conversation, variables, parser_type, tools = inputs
     must_fit = must_fit and body.truncate_prompt_tokens is None
     rendered = await model.render(request, conversation, variables, must_fit=must_fit, kept=body.cache_salt is None)
     turn = None
@@ -199,7 +200,7 @@ async def _render_prompt(
         service = service_of(request)
         parse = partial(_parse_calls, parser_type, tool_spec) if service.exact_history else None
         labels = turn_labels(request, model, body)
-        turn = await beside(request, CurrentTurn, service.turns, model, labels, conversation, variables, rendered, parse)
+        turn = await beside(request, CurrentTurn, service.turns, model, labels, given, {**variables, "tools": tools}, rendered, parse)
         rendered = turn.tokens
     tokens = body.truncate(rendered, model.engine.info.max_model_len)
     continued = conversation[-1] if body.continue_final_message else None
@@ -245,5 +246,7 @@ def _as_returned(choice: ChatChoice) -> dict[str, Any] | None:
         return None
 
 
-def _template_inputs(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec) -> TemplateInputs:
-    return model.chat_model.template_inputs(body.conversation(), body.variables(), tool_spec)
+def _template_inputs(model: ServedModel, body: ChatRequest, tool_spec: ToolSpec) -> tuple[list[dict[str, Any]], TemplateInputs]:
+    """Returns the conversation as the client gave it, and the inputs of the chat template, in which calls may be text."""
+    conversation = body.conversation()
+    return conversation, model.chat_model.template_inputs(conversation, body.variables(), tool_spec)

@@ -24,7 +24,7 @@ MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
 
 # Fields that are not supported, with the values that have no effect. Other values are rejected: silently ignoring them
-# # would change the answer.
+# would change the answer.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "length_penalty": (1, 1.0),

@@ -315,6 +315,9 @@ def test_a_tool_may_give_nothing_back(claude, content):
     assert claude.messages.create(model=MODEL, max_tokens=2, messages=said).content[0].text == answer("one two", 2)
 
 
+JSON = {"type": "json_schema", "schema": {"type": "object"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -334,6 +337,8 @@ def test_a_tool_may_give_nothing_back(claude, content):
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"temperature": -1}, "temperature"),
+        ({"output_format": JSON, "output_config": {"format": JSON}}, "output_config.format and output_format are both set"),
+        ({"response_format": {"type": "json_object"}, "output_format": JSON}, "response_format and output_format are both set"),
     ],
 )
 def test_refusals_are_in_anthropic_s_envelope(http, engine, fields, named):

@@ -2,7 +2,10 @@ import re
 
 import pytest
 
+from chairlift.chat.answer import Delta
+from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.server.app import routes
+from chairlift.server.chat.completion import ChatCompletion
 
 pytestmark = pytest.mark.shared_server
 
@@ -32,6 +35,27 @@ def test_every_reference_leads_somewhere_and_every_schema_is_used(document):
 
     names = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
     assert set(references(document)) == names
+
+
+def test_every_kind_of_output_is_described(http, document, monkeypatch):
+    async def said(turn):
+        yield Delta(0, "well", reasoning="hm")
+        yield Delta(0, calls=[ToolCallDelta(index, "{}", id=f"call_{index}", name="f", custom=bool(index)) for index in range(2)])
+        yield Delta(0, finish_reason="tool_calls")
+
+    monkeypatch.setattr(ChatCompletion, "deltas", said)
+    schemas = document["components"]["schemas"]
+    for path, name, field, body in (
+        ("/v1/responses", "Response", "output", {"input": "a"}),
+        ("/v1/messages", "AnthropicMessage_", "content", {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}),
+    ):
+        described = schemas[name]["properties"][field]["items"]["properties"]["type"]["enum"]
+        assert {one["type"] for one in http.post(path, json=body).json()[field]} == set(described)
+
+
+def test_a_request_that_embeds_nothing_has_no_count_of_tokens(http, document):
+    assert "prompt_eval_count" not in http.post("/api/embed", json={"input": ""}).json()
+    assert "prompt_eval_count" not in document["components"]["schemas"]["OllamaEmbeddings"]["required"]
 
 
 @pytest.mark.parametrize(

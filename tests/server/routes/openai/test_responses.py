@@ -135,6 +135,13 @@ def test_items_become_a_conversation(client, engine):
     assert (engine.seen[0].temperature, engine.seen[0].top_p, engine.seen[0].seed) == (0.5, 0.25, 7)
 
 
+def test_reasoning_in_several_items_belongs_to_what_follows(http, engine):
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}] if text else []} for text in ("", "one", "two")]
+    items = [{"role": "user", "content": "hi"}, *thoughts, {"role": "assistant", "content": "well"}, {"role": "user", "content": "and"}]
+    assert http.post("/v1/responses", json={"input": items, "max_output_tokens": 1}).status_code == 200
+    assert engine.tokenizer.rendered[-1][0][1]["reasoning_content"] == "one\ntwo"
+
+
 SPACE = {"type": "namespace", "name": "mcp__city__", "description": "of cities", "tools": [HOT, {"type": "custom", "name": "ask"}]}
 
 
@@ -271,6 +278,7 @@ def test_a_failure_in_mid_stream_is_told_as_one(http, client):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"text": {"format": {"type": "sound"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}}, "text.format"),
         ({"truncation": "auto"}, "truncation"),
     ],
 )
@@ -302,6 +310,8 @@ def test_a_stream_says_as_openai_does_that_the_input_is_too_long(http):
     assert (failed["response"]["status"], error["code"]) == ("failed", "context_length_exceeded")
     assert error["message"].startswith("Your input exceeds the context window of this model.")
     assert rejected(http) == counted + 1
+    explained = http.get(f"/v1/requests/{response.headers['x-request-id']}/explain").json()
+    assert (explained["refused"]["status"], explained["refused"]["code"]) == (400, "context_length_exceeded")
 
 
 def rejected(http):

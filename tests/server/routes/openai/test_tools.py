@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -6,6 +7,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from server_here import MODEL
 
+from chairlift.chat.functions import Function, ToolSpec
+from chairlift.chat.model import ChatModel
 from chairlift.chat_template import ChatTemplate
 from chairlift.grammar.source import schemas_by_tool
 
@@ -197,6 +200,20 @@ def test_control_tokens_are_seen_only_where_calls_are_written_with_them(client, 
 
 
 @pytest.mark.parametrize(
+    ("stop", "reason", "arguments"),
+    [
+        ("Oslo", "stop", [ZURICH, '{"city": "']),
+        ("richly", "tool_calls", [ZURICH, OSLO]),
+        ("\n</tool_call>", "tool_calls", [ZURICH, OSLO]),
+        ("</tool_call>", "tool_calls", [ZURICH]),
+    ],
+)
+def test_a_call_that_a_stop_string_has_cut_is_no_finished_one(client, stop, reason, arguments):
+    [choice] = client.chat.completions.create(**body(SAID["hermes"], stop=stop)).choices
+    assert (choice.finish_reason, [call.function.arguments for call in choice.message.tool_calls]) == (reason, arguments)
+
+
+@pytest.mark.parametrize(
     ("said", "choice", "reason"),
     [
         ("hermes", "required", "tool_calls"),
@@ -348,7 +365,7 @@ def test_a_template_that_knows_no_tools_is_given_them_as_text(client, engine):
     ]
     [choice] = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER, TIME]).choices
     assert [call.function.arguments for call in choice.message.tool_calls] == [ZURICH, OSLO]
-    (system, assistant, results, _), variables = engine.tokenizer.rendered[-1]
+    (system, assistant, results), variables = engine.tokenizer.rendered[-1]
     assert "tools" not in variables
     assert system["content"].startswith("Be brief.\n\n")
     assert json.dumps(WEATHER["function"]) in system["content"]
@@ -356,7 +373,30 @@ def test_a_template_that_knows_no_tools_is_given_them_as_text(client, engine):
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     assert assistant == {"role": "assistant", "content": f"Two.\n{call}\n{call}"}
     reported = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nnight\n</tool_response>"
-    assert results == {"role": "user", "content": reported}
+    assert results == {"role": "user", "content": f"{reported}\nSAY:{SAID['hermes']}"}
+
+
+ALTERNATING = """{%- for message in messages if message.role != 'system' -%}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('roles must alternate') }}{%- endif -%}
+{{ message.role }}: {{ message.content }}
+{% endfor -%}"""
+
+
+@pytest.mark.parametrize(
+    "system",
+    ["{{ messages[0].content if messages[0].role == 'system' }}", "{{ raise_exception('no') if messages[0].role == 'system' }}", ""],
+)
+def test_tools_fit_into_templates_of_alternating_roles_and_without_a_system_message(system):
+    template = ChatTemplate({"default": system + ALTERNATING}, {})
+    user, call = {"role": "user", "content": "Hello"}, {"type": "function", "function": {"name": "get_time", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    result = {"role": "tool", "content": "noon"}
+    inputs = ChatModel(SimpleNamespace(template=template), 0).template_inputs(
+        [user, called, result, result, user], {}, ToolSpec((Function(name="get_time"),))
+    )
+    [(text, _)] = template.render(inputs.conversation, ())
+    assert text.index('{"name": "get_time", "parameters"') < text.index("Hello")
+    assert text.endswith(2 * "<tool_response>\nnoon\n</tool_response>\n" + "Hello\n")
 
 
 def test_the_operator_may_say_how_the_model_writes_calls(client, server, monkeypatch):

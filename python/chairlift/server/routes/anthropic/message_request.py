@@ -107,7 +107,12 @@ class CountRequest(GenerationParams):
                 body["thinking_token_budget"] = self.thinking.budget_tokens
         if self.output_config:
             body["reasoning_effort"] = self.output_config.effort
-        if output_format := (self.output_config and self.output_config.format) or self.output_format:
+        newer = None if self.output_config is None else self.output_config.format
+        formats = {"response_format": body.get("response_format"), "output_config.format": newer, "output_format": self.output_format}
+        given = [name for name, value in formats.items() if value]
+        if len(given) > 1:
+            raise InvalidRequest(f"{given[0]} and {given[1]} are both set: send only one", param=given[1])
+        if output_format := newer or self.output_format:
             if output_format.get("type") == "json_schema":
                 output_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": output_format.get("schema")}}
             body["response_format"] = output_format

@@ -221,6 +221,7 @@ _SEQUENCE = {
     **{"id": _STRING, "object": {"const": "sequence"}, "created": _INTEGER, "expires_at": _or_null("integer")},
     **{"tokens": _INTEGER, "generated_tokens": _INTEGER, "score": {"type": "number"}, "priority": _INTEGER},
 }
+_ITEMS = ["reasoning", "message", "function_call", "custom_tool_call"]
 _FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "code": _or_null("string")}
 
 # Schemas of responses: the fields that clients may rely on.
@@ -237,7 +238,7 @@ _RESPONSES: dict[str, Any] = {
         prompt_eval_count=_INTEGER,
         eval_count=_INTEGER,
     ),
-    "OllamaEmbeddings": _object({"model": _STRING, "embeddings": _list(_list(_NUMBER)), "prompt_eval_count": _INTEGER}),
+    "OllamaEmbeddings": _object({"model": _STRING, "embeddings": _list(_list(_NUMBER))}, prompt_eval_count=_INTEGER),
     "OllamaEmbedding": _object({"embedding": _list(_NUMBER)}),
     "OllamaModel": _object({"template": _STRING, "capabilities": _list(_STRING), "model_info": _OBJECT}),
     "OllamaModels": _object({"models": _list(_object({"name": _STRING, "model": _STRING, "modified_at": _STRING}))}),
@@ -270,7 +271,7 @@ _RESPONSES: dict[str, Any] = {
             "status": {"enum": ["completed", "incomplete"]},
             "model": _STRING,
             **_COMPUTED,
-            "output": _list(_object({"type": {"enum": ["message", "function_call"]}, "id": _STRING, "status": _STRING})),
+            "output": _list(_object({"type": {"enum": _ITEMS}, "id": _STRING, "status": _STRING})),
             "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER, "total_tokens": _INTEGER}),
         },
         metrics=_OBJECT,
@@ -282,7 +283,7 @@ _RESPONSES: dict[str, Any] = {
             "role": {"const": "assistant"},
             "model": _STRING,
             **_COMPUTED,
-            "content": _list(_object({"type": {"enum": ["text", "tool_use"]}})),
+            "content": _list(_object({"type": {"enum": ["thinking", "text", "tool_use"]}})),
             "stop_reason": {"enum": ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]},
             "stop_sequence": _or_null("string"),
             "stop_details": _or_null("object"),

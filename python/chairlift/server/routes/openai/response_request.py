@@ -153,6 +153,8 @@ class ResponsesRequest(GenerationParams):
             body["tools"] = [one for tool in self.tools for one in tool.chat_tools()]
         body["tool_choice"] = self._choice()
         if text_format := self.text and self.text.format:
+            if "response_format" in body:
+                raise InvalidRequest("response_format and text.format are both set: send only one", param="text.format")
             body["response_format"] = _response_format(text_format)
         with renamed_fields(FIELD_NAMES):
             return ChatRequest.read(body)[0]
@@ -169,8 +171,11 @@ class ResponsesRequest(GenerationParams):
             raise InvalidRequest(f"input has {len(self.input)} items, at most {MAX_MESSAGES} are allowed", param="input")
         for index, item in enumerate(self.input):
             _append_item(messages, item, f"input[{index}]")
+        for message in messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(filter(None, message["reasoning_content"]))
         # Reasoning without an answer has no message to belong to.
-        return [message for message in messages if message.keys() != {"role", "reasoning_content"}]
+        return [message for message in messages if not _is_reasoning(message)]
 
     def _choice(self) -> Any:
         match self.tool_choice:
@@ -215,16 +220,23 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
             message = f"{where} refers to an item, but this server stores none: send the item itself, as clients do with store false"
             raise InvalidRequest(message, param="input")
         case {"type": "reasoning", **parts}:
-            # The reasoning belongs to the message or the calls that follow it.
-            messages.append({"role": "assistant", "reasoning_content": _reasoning(parts, where)})
+            # The reasoning belongs to the message or the calls that follow it. There may be thousands of parts: they are joined at the end.
+            if not messages or not _is_reasoning(messages[-1]):
+                messages.append({"role": "assistant", "reasoning_content": []})
+            messages[-1]["reasoning_content"].append(_reasoning(parts, where))
         case {"role": "user" | "assistant" | "system" | "developer" as role, **rest} if _is_message(rest):
-            if role != "assistant" or not messages or messages[-1].keys() != {"role", "reasoning_content"}:
+            if role != "assistant" or not messages or not _is_reasoning(messages[-1]):
                 messages.append({"role": role})
             content = rest.get("content")
             messages[-1]["content"] = "" if content is None and role == "assistant" else _text(content, f"{where}.content")
         case _:
             message = f"{where} must be a message, a call of a function or custom tool, its output, or a reasoning item, got {brief(item)}"
             raise InvalidRequest(message, param="input")
+
+
+def _is_reasoning(message: Mapping[str, Any]) -> bool:
+    """Whether a message is only reasoning so far."""
+    return message.keys() == {"role", "reasoning_content"}
 
 
 def _append_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
