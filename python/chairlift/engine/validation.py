@@ -33,6 +33,9 @@ def validate(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) ->
     for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids), ("bad_words", words)):
         if tokens and (largest := max(tokens)) >= vocabulary:
             raise InvalidRequest(f"{name} has token {largest}, but this model's token ids are 0 to {vocabulary - 1}", param=name)
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > vocabulary:
+            raise InvalidRequest(f"{name} must be at most {vocabulary}, the number of tokens that this model has", param=name)
     # A copy is checked anew, which takes 10 us: a request may have thousands of texts.
     return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
 
