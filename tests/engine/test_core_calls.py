@@ -231,6 +231,13 @@ def test_answers_have_draws_of_their_own(make):
         add(engine, 13, n=2)
 
 
+def test_negative_seeds_give_draws_of_their_own(make):
+    engine = make()
+    for tag, seed in ((0, -1), (3, -2), (6, 0), (9, 1), (12, 7)):
+        add(engine, tag, n=3, seed=seed)
+    assert len(set(seeds(engine, 15).values())) == 15
+
+
 def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make, monkeypatch):
     engine = make(max_num_queued_reqs=1)
     add(engine, 1)
