@@ -137,9 +137,19 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     for word in params.bad_words:
         if isinstance(word, str):
             bare = word.lstrip(" ")
-            found = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)]
+            found = [_tokens_within(tokenizer, text) for text in (bare, " " + bare)]
         else:
             found = [word]
         words.update(dict.fromkeys(filter(None, found)))
     words.update(dict.fromkeys((token,) for token in suppressed))
     return replace(params, bad_words=tuple(words))
+
+
+def _tokens_within(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Returns the tokens of a text within another one: without the space that some tokenizers put before the first word."""
+    if tokenizer.strips_first_space:
+        line = tokenizer.encode("\n", add_special_tokens=False)
+        tokens = tokenizer.encode("\n" + text, add_special_tokens=False)
+        if tokens[: len(line)] == line:
+            return tuple(tokens[len(line) :])
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
