@@ -35,7 +35,7 @@ class TextStream:
         self._too_soon = params.min_tokens if params.stop else 0
         self._held = ""
         # Such a tokenizer puts a space before the first word of a text, and before the first one after a control token.
-        begins_text = not prompt_token_ids or prompt_token_ids[-1] in tokenizer.special_token_ids
+        begins_text = not len(prompt_token_ids) or prompt_token_ids[-1] in tokenizer.special_token_ids
         self._at_start = tokenizer.strips_first_space and begins_text
         self.stopped: str | None = None
         """The stop string that ended the text, if any. Tokens pushed afterwards are ignored."""
