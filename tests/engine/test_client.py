@@ -18,6 +18,7 @@ from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Add
 from chairlift.engine.request import deliver
+from chairlift.engine.validation import validate
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -424,6 +425,15 @@ def test_validate_fills_what_the_context_leaves():
     with pytest.raises(InvalidRequest, match=r"maximum context length is 10 .* 11 tokens \(10 in the prompt, 1 in the") as caught:
         engine.validate([1] * 10, SamplingParams(max_tokens=None))
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_no_more_alternatives_than_tokens(field):
+    info = EngineInfo(max_model_len=10, vocab_size=5)
+    validate([1], SamplingParams(**{field: 5}, max_tokens=1), info)
+    with pytest.raises(InvalidRequest, match=f"{field} must be at most 5") as caught:
+        validate([1], SamplingParams(**{field: 6}, max_tokens=1), info)
+    assert caught.value.param == field
 
 
 def test_a_request_that_is_submitted_again_keeps_its_time_of_arrival(monkeypatch):

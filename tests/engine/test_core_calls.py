@@ -11,6 +11,7 @@ from chairlift import SamplingParams, Scheduling, _core
 from chairlift.config import EngineConfig
 from chairlift.engine import engine as engine_module
 from chairlift.engine import scheduler_settings
+from chairlift.engine.adapters import Adapter, Adapters
 from chairlift.engine.engine_request import EngineRequest, ResumedChoice, pack_tokens
 from chairlift.errors import InvalidRequest, InvalidSetting, QueueFull
 from chairlift.models.config import ModelConfig
@@ -229,6 +230,44 @@ def test_answers_have_draws_of_their_own(make):
     assert again == {14: first[4], 15: first[5], 16: first[6]}, "a seed gives the same draws whenever it is asked with"
     with pytest.raises(InvalidRequest, match="already running"):
         add(engine, 13, n=2)
+
+
+def test_negative_seeds_give_draws_of_their_own(make):
+    engine = make()
+    for tag, seed in ((0, -1), (3, -2), (6, 0), (9, 1), (12, 7)):
+        add(engine, tag, n=3, seed=seed)
+    assert len(set(seeds(engine, 15).values())) == 15
+
+
+def test_a_sequence_that_cannot_be_sampled_is_computed_with_its_adapter_and_its_prompt_is_scored(make, monkeypatch):
+    engine, added = make(), []
+
+    def add_request(slot, params, tokens, prompt_len, seed, *, ends=None, **computed):
+        computed.pop("matcher", None)
+        added.append(computed)
+        if len(added) == 1:
+            raise InvalidRequest("too slow")
+
+    monkeypatch.setattr(Adapters, "get", lambda adapters, name: Adapter(3, b"digest"))
+    monkeypatch.setattr(engine.runner, "add_request", add_request)
+    add(engine, 1, lora="a", prompt_logprobs=0)
+    assert accounts(engine.step()) == [(1, "error")]
+    first, second = added
+    assert second == first
+    assert (first["adapter"], first["prompt"].tag) == (3, 1)
+
+
+def test_a_preempted_sequence_leaves_nothing_in_its_slot(make, monkeypatch):
+    engine, slots = make(), set()
+    monkeypatch.setattr(engine.runner, "add_request", lambda slot, *given, **rest: slots.add(slot))
+    monkeypatch.setattr(engine.runner, "remove_request", slots.discard)
+    for tag in range(30):
+        add(engine, tag, max_tokens=48)
+    ended = []
+    while engine.has_work:
+        ended += engine.step().ended
+    assert sum(timeline["preemptions"] for timeline in ended) > 0
+    assert slots == set()
 
 
 def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make, monkeypatch):

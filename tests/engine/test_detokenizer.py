@@ -3,9 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_files import sentencepiece_metadata, write_vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.engine.choice import Choice
 from chairlift.engine.detokenizer import TextStream
 from chairlift.sampling import SamplingParams
 from chairlift.tokenizer import Tokenizer
@@ -165,3 +167,32 @@ def test_the_length_counts_what_is_held_back_and_what_was_cut_off(tokenizer: Tok
         half.push([token], False)
         lengths.append(half.length)
     assert lengths == [0] * (len(ids) - 1) + [1]
+
+
+@pytest.fixture(scope="module")
+def spaced_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer that puts a space before a text."""
+    return Tokenizer(write_vocabulary(tmp_path_factory.mktemp("spaced"), sentencepiece_metadata()))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "shown"),
+    [
+        ((), (" hello",), "hello"),
+        (("<s>",), (" hello",), "hello"),
+        (("<s>", " hello", "<s>"), (" hello",), "hello"),
+        (("<s>", " hello"), (" hello",), " hello"),
+        ((" hello",), ("  ", " hello"), "   hello"),
+        ((" hello",), ("lo",), "lo"),
+    ],
+)
+def test_an_answer_keeps_the_space_after_text(
+    spaced_tokenizer: Tokenizer, prompt: tuple[str, ...], answer: tuple[str, ...], shown: str
+) -> None:
+    tokens = {spaced_tokenizer.piece(token): token for token in range(320)}
+    choice = Choice(spaced_tokenizer, 0, [tokens[text.encode()] for text in prompt], SamplingParams(), 0.0)
+    for text in answer:
+        choice.feed(tokens[text.encode()], 0.0, 0)
+    output = choice.take()
+    assert output is not None
+    assert output.text == shown

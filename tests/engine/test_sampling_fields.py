@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_cost import cost
+from gguf_files import sentencepiece_metadata, write_vocabulary
 
 from chairlift import LLM, AsyncEngine, SamplingParams
 from chairlift.engine import request as client_request
@@ -202,8 +203,16 @@ def test_bad_words_are_spelled_as_the_tokenizer_does(model_dir):
     assert encode_bad_words(ids_alone, tokenizer) is ids_alone
 
 
+def test_bad_words_have_no_space_that_the_tokenizer_adds(tmp_path):
+    tokenizer = Tokenizer(write_vocabulary(tmp_path, sentencepiece_metadata()))
+    assert tokenizer.strips_first_space
+    words = encode_bad_words(SamplingParams(bad_words=("hello", " ")), tokenizer).bad_words
+    assert [b"".join(map(tokenizer.piece, word)) for word in words] == [b"hello", b" hello", b" "]
+
+
 def test_tokens_that_the_checkpoint_suppresses_do_not_count_as_the_callers_words():
-    tokenizer = cast(Tokenizer, SimpleNamespace(suppressed_token_ids=range(MAX_BAD_WORDS), encode=lambda text, **_: [1000, *text.encode()]))
+    encoding = {"encode": lambda text, **_: [1000, *text.encode()], "strips_first_space": False}
+    tokenizer = cast(Tokenizer, SimpleNamespace(suppressed_token_ids=range(MAX_BAD_WORDS), **encoding))
     texts = tuple(f"{number:032d}" for number in range(MAX_BAD_WORDS))
     encoded = encode_bad_words(SamplingParams(bad_words=texts), tokenizer)
     assert len(encoded.bad_words) == 3 * MAX_BAD_WORDS

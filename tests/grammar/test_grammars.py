@@ -4,6 +4,7 @@ import json
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tokenizers
 from free_interpreter import share_beside
@@ -16,7 +17,7 @@ from chairlift.grammar.allowance import Allowance
 from chairlift.grammar.grammar import check
 from chairlift.grammar.grammars import Grammars
 from chairlift.grammar.source import Tag, ToolCallFormat, calls_grammar, tags_grammar
-from chairlift.grammar.trial import Vocabulary
+from chairlift.grammar.trial import Vocabulary, compiled
 from chairlift.grammar.usage import GrammarUsage
 from chairlift.sampling import StructuredOutput
 
@@ -390,6 +391,17 @@ def test_a_tokenizer_that_cannot_be_read_refuses_every_form(tmp_path):
     with pytest.raises(InvalidRequest, match="tokenizer can't be used with grammars"):
         made.compile(structure("json_object")).result(PATIENCE)
     made.close()
+
+
+def test_a_model_may_have_fewer_tokens_than_its_tokenizer(byte_model, tokenizer):
+    whole, letter, end = (tokenizer.encode(text)[0] for text in ("ab", "a", "b"))
+    size = whole  # "ab" is the first token that the model lacks
+    assert size % 32
+    loaded = Vocabulary(byte_model / "tokenizer.json", size, (end,)).load()
+    mask = np.frombuffer(compiled(loaded, structure("regex", "[ac]b+")).mask(), np.uint8)
+    assert len(mask) == 4 * -(-size // 32)
+    assert np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist() == [letter, *tokenizer.encode("c")]
+    assert compiled(loaded, structure("regex", "abab")).forced() == []
 
 
 def test_reading_a_vocabulary_lets_other_threads_run():

@@ -107,6 +107,8 @@ class AnswerParser:
         """The arguments of the newest call."""
         self._thought = ""
         """The end of the reasoning, if it may contain calls."""
+        self._cut = ""
+        """The end of the text, if it may begin a control token to hide."""
         self._logprobs: list[TokenLogprobs] = []
 
     def push(self, output: RequestOutput) -> list[Delta]:
@@ -130,7 +132,8 @@ class AnswerParser:
 
     def _parse(self, output: RequestOutput) -> list[Delta]:
         """Separates text into reasoning, content and calls."""
-        reasoning, answer, final = "", self._format.visible(output.text), output.finish_reason is not None
+        reasoning, final = "", output.finish_reason is not None
+        answer, self._cut = self._format.visible(self._cut + output.text, final=final)
         if self._reasoning is not None and self._reasoning_tokens is not None:
             reasoning, answer = self._reasoning.push(answer, final=final)
             if self._calls is not None:
@@ -146,13 +149,13 @@ class AnswerParser:
                 deltas.append(Delta(self._index, answer))
             return deltas
         parts = self._calls.push(answer)
-        if output.finish_reason == "stop" and self._reasoning is not None and self._reasoning.state is ReasoningState.OPEN:
-            parts += self._calls_after_thought()
         if final:
             held_back = self._calls.end()
             # At the maximum length, text of a forced call is the beginning of one whose name is not complete.
             is_cut = self._tool_spec.required and output.finish_reason == "length"
             parts += [part for part in held_back if not (is_cut and isinstance(part, str))]
+        if output.finish_reason == "stop" and self._reasoning is not None and self._reasoning.state is ReasoningState.OPEN:
+            parts += self._calls_after_thought(self._calls.num_calls)
         for part in parts:
             if isinstance(part, str):
                 self._append_calls(deltas, self._custom.end())
@@ -169,8 +172,11 @@ class AnswerParser:
             self._append_calls(deltas, self._custom.end())
         return deltas
 
-    def _calls_after_thought(self) -> list[ToolCallDelta]:
-        """Returns the calls at the end of reasoning that has no end mark: some models forget it before a call, which ends the answer."""
+    def _calls_after_thought(self, index: int) -> list[ToolCallDelta]:
+        """Returns the calls at the end of reasoning that has no end mark, from `index` on.
+
+        Some models forget the mark before a call, which ends the answer.
+        """
         parser = self._format.call_parser()
         if parser is None:
             return []
@@ -180,7 +186,7 @@ class AnswerParser:
                 calls.clear()
             else:
                 calls.append(part)
-        return [replace(call, index=call.index - calls[0].index) for call in calls]
+        return [replace(call, index=index + call.index - calls[0].index) for call in calls]
 
     def _is_cut(self, output: RequestOutput) -> bool:
         """Whether a stop string or a stop token has ended the answer within a call's arguments."""

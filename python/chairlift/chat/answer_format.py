@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 from chairlift.chat.functions import ToolSpec
 from chairlift.chat.model import ChatModel
@@ -14,6 +15,9 @@ from chairlift.errors import InvalidRequest
 from chairlift.grammar.json_schema import checked_schema
 from chairlift.grammar.source import ANYTHING, after_reasoning, calls_grammar, free_calls_grammar
 from chairlift.sampling import ReasoningBudget, StructuredOutput
+
+_ONE_CALL = "only supports single tool-calls at once"
+"""What Llama 3's chat templates say when they refuse a conversation in which the model made several calls at once."""
 
 
 class AnswerFormat:
@@ -31,6 +35,8 @@ class AnswerFormat:
     ) -> None:
         """`hide` removes control tokens that are not marks from the text, `show` includes the reasoning in the answer."""
         self.model = model
+        if _ONE_CALL in model.tokenizer.template.source:
+            tool_spec = replace(tool_spec, parallel=False)
         self.tool_spec = tool_spec
         self.parser_type = parser_type
         self.reasoning = reasoning
@@ -48,17 +54,31 @@ class AnswerFormat:
         control_texts = model.tokenizer.control_texts if self.marks else ()
         self.control_marks = [text for text in control_texts if any(text in mark for mark in self.marks)]
         """The marks, or parts of marks, that are control tokens: the engine must not remove them from the text."""
-        hidden = [re.escape(text) for text in control_texts if text not in self.control_marks]
         # If no mark is a control token, the engine removes control tokens itself.
-        self._hidden = re.compile("|".join(hidden)) if hide and hidden and self.control_marks else None
+        hides = hide and bool(self.control_marks)
+        self._hidden_texts = [text for text in control_texts if text not in self.control_marks] if hides else []
+        self._hidden = re.compile("|".join(map(re.escape, self._hidden_texts)) or "(?!)")
+        self._hidden_starts = frozenset(text[0] for text in self._hidden_texts)
+        self._longest_hidden = max(map(len, self._hidden_texts), default=1)
 
     def call_parser(self) -> ToolParser | None:
         """Returns a parser of tool calls for one choice; None if there are no tools."""
         return self.parser_type(self._names, types=self._types) if self._parses_calls else None
 
-    def visible(self, text: str) -> str:
-        """Removes hidden control tokens from a text of whole tokens."""
-        return self._hidden.sub("", text) if self._hidden else text
+    def visible(self, text: str, *, final: bool) -> tuple[str, str]:
+        """Removes hidden control tokens; returns the text and, unless it is `final`, its end if that may begin one.
+
+        Text arrives in whole tokens, but where it may begin a stop string it is cut anywhere.
+        """
+        if not self._hidden_texts:
+            return text, ""
+        text = self._hidden.sub("", text)
+        first = len(text) if final else max(0, len(text) - self._longest_hidden + 1)
+        for start in range(first, len(text)):
+            # There may be thousands of control tokens, which all begin with the same few characters.
+            if text[start] in self._hidden_starts and any(one.startswith(text[start:]) for one in self._hidden_texts):
+                return text[:start], text[start:]
+        return text, ""
 
     def mark_ids(self) -> dict[str, int]:
         """Returns the marks, and parts of marks, that are single tokens, with their ids."""

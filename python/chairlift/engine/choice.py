@@ -56,7 +56,7 @@ class Choice:
         self._embedding: array[float] | None = None
         self._shows_stop = params.include_stop_str_in_output
         self._one_by_one = bool(params.stop) or params.logprobs is not None
-        self._text = TextStream(tokenizer, params)
+        self._text = TextStream(tokenizer, params, prompt_token_ids)
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._answer: list[int] = []
         self._tokens: list[int] = []

@@ -20,9 +20,11 @@ class TextStream:
     However the tokens are grouped, the texts of all pushes together equal `Tokenizer.decode` of all tokens, up to the stop string that is
     completed first, or including it. If one character completes several stop strings, the longest counts. Stop strings that the first
     `min_tokens` tokens complete do not count. The cost of a token does not depend on the number of tokens before it.
+
+    After a prompt that ends in text the answer keeps its first space, so that it follows the prompt as the model wrote it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._in_character = False
@@ -32,7 +34,9 @@ class TextStream:
         self._shows_stop = params.include_stop_str_in_output
         self._too_soon = params.min_tokens if params.stop else 0
         self._held = ""
-        self._at_start = tokenizer.strips_first_space
+        # Such a tokenizer puts a space before the first word of a text, and before the first one after a control token.
+        begins_text = not len(prompt_token_ids) or prompt_token_ids[-1] in tokenizer.special_token_ids
+        self._at_start = tokenizer.strips_first_space and begins_text
         self.stopped: str | None = None
         """The stop string that ended the text, if any. Tokens pushed afterwards are ignored."""
         self.length = 0

@@ -154,7 +154,10 @@ class Sequences:
         """The seed of a sequence's draws. Sequences without a seed draw independently."""
         if params.seed is None:
             return hash((self._engine_seed, tag))
-        return hash((params.seed, index)) if index else params.seed
+        if not index:
+            return params.seed
+        # Python's hash of -1 is that of -2, so it is not taken of negative seeds.
+        return hash((params.seed, index) if params.seed >= 0 else (~params.seed, index, 1))
 
 
 def check_grammar(request: EngineRequest, grammar: Future[Grammar]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,26 +199,23 @@ class Steps:
         tokens, prompt_len = self._scheduler.tokens(seq)
         request, ids = self._sequences.get(tag), np.frombuffer(tokens, dtype=np.int32)
         assert request is not None  # the step has its tokens
+        if request.slot is not None and request.slot != slot and self._slot_tags[request.slot] == tag:
+            self._runner.remove_request(request.slot)  # it was preempted, and its slot has had no other sequence since
         request.slot, self._slot_tags[slot] = slot, tag
         self._failed_slots.pop(slot, None)
+        # A sequence that cannot be sampled is computed all the same: others may read its KV, or share its prompt's log-probabilities.
+        adapter = 0 if request.adapter is None else request.adapter.number
+        add = partial(self._runner.add_request, slot, prompt=request.prompt, adapter=adapter)
         try:
-            matcher = request.new_matcher()
-            ends = self._sequences.end_tokens(request.params)
-            adapter = 0 if request.adapter is None else request.adapter.number
-            self._runner.add_request(
-                *(slot, request.params, ids, prompt_len, request.seed),
-                ends=ends,
-                matcher=matcher,
-                prompt=request.prompt,
-                adapter=adapter,
-            )
+            matcher, ends = request.new_matcher(), self._sequences.end_tokens(request.params)
+            add(request.params, ids, prompt_len, request.seed, ends=ends, matcher=matcher)
         except Exception as error:
             if isinstance(error, InvalidRequest):
                 self._failed_slots[slot] = error.packed()
             else:
                 log.exception("sequence %d cannot be sampled and ends with an error", tag)
                 self._failed_slots[slot] = None
-            self._runner.add_request(slot, SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
+            add(SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
 
 
 def logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:

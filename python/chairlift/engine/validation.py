@@ -33,6 +33,9 @@ def validate(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) ->
     for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids), ("bad_words", words)):
         if tokens and (largest := max(tokens)) >= vocabulary:
             raise InvalidRequest(f"{name} has token {largest}, but this model's token ids are 0 to {vocabulary - 1}", param=name)
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > vocabulary:
+            raise InvalidRequest(f"{name} must be at most {vocabulary}, the number of tokens that this model has", param=name)
     # A copy is checked anew, which takes 10 us: a request may have thousands of texts.
     return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
 
@@ -134,9 +137,19 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     for word in params.bad_words:
         if isinstance(word, str):
             bare = word.lstrip(" ")
-            found = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)]
+            found = [_tokens_within(tokenizer, text) for text in (bare, " " + bare)]
         else:
             found = [word]
         words.update(dict.fromkeys(filter(None, found)))
     words.update(dict.fromkeys((token,) for token in suppressed))
     return replace(params, bad_words=tuple(words))
+
+
+def _tokens_within(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Returns the tokens of a text within another one: without the space that some tokenizers put before the first word."""
+    if tokenizer.strips_first_space:
+        line = tokenizer.encode("\n", add_special_tokens=False)
+        tokens = tokenizer.encode("\n" + text, add_special_tokens=False)
+        if tokens[: len(line)] == line:
+            return tuple(tokens[len(line) :])
+    return tuple(tokenizer.encode(text, add_special_tokens=False))

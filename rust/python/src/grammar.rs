@@ -17,7 +17,11 @@ use crate::threads::lock;
 
 /// The tokens of a model, over which grammars are compiled.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct GrammarVocabulary(ParserFactory);
+pub(crate) struct GrammarVocabulary {
+    factory: ParserFactory,
+    /// The model's number of tokens. The tokenizer may have more: Gemma 3's text models lack its token of images.
+    size: usize,
+}
 
 #[pymethods]
 impl GrammarVocabulary {
@@ -34,13 +38,14 @@ impl GrammarVocabulary {
             }
             tokenizer.set_eos_tokens(&ends);
             tokenizer.hf_tokenizer = without_added_tokens(&tokenizer.hf_tokenizer);
-            ParserFactory::new_simple(&tokenizer.into_tok_env(Some(size)).map_err(invalid)?).map(Self).map_err(invalid)
+            let tokens = tokenizer.into_tok_env(Some(size.max(tokens as usize))).map_err(invalid)?;
+            Ok(Self { factory: ParserFactory::new_simple(&tokens).map_err(invalid)?, size })
         })
     }
 
     /// The bytes of a token.
     fn piece(&self, token: u32) -> Vec<u8> {
-        self.0.tok_env().tok_trie().decode(&[token])
+        self.factory.tok_env().tok_trie().decode(&[token])
     }
 }
 
@@ -59,6 +64,8 @@ fn without_added_tokens(tokenizer: &Tokenizer) -> Tokenizer {
 pub(crate) struct GrammarMatcher {
     matcher: Mutex<Matcher>,
     tokens: TokEnv,
+    /// The model's number of tokens.
+    size: usize,
 }
 
 #[pymethods]
@@ -76,9 +83,9 @@ impl GrammarMatcher {
         };
         let compiled = py.detach(|| {
             let init = GrammarInit::Serialized(TopLevelGrammar::from_lark_or_grammar_list(grammar)?);
-            vocabulary.0.create_parser_from_init_ext(init, Logger::new(0, 0), InferenceCapabilities::default(), limits)
+            vocabulary.factory.create_parser_from_init_ext(init, Logger::new(0, 0), InferenceCapabilities::default(), limits)
         });
-        Self { matcher: Mutex::new(Matcher::new(compiled)), tokens: vocabulary.0.tok_env().clone() }
+        Self { matcher: Mutex::new(Matcher::new(compiled)), tokens: vocabulary.factory.tok_env().clone(), size: vocabulary.size }
     }
 
     /// A grammar in Lark for a regular expression.
@@ -89,7 +96,7 @@ impl GrammarMatcher {
 
     /// A matcher at the same position.
     fn copy(&self) -> Self {
-        Self { matcher: Mutex::new(lock(&self.matcher).clone()), tokens: self.tokens.clone() }
+        Self { matcher: Mutex::new(lock(&self.matcher).clone()), tokens: self.tokens.clone(), size: self.size }
     }
 
     /// Why the matcher failed: the grammar is invalid, a token was not allowed, or a limit was reached.
@@ -103,7 +110,10 @@ impl GrammarMatcher {
     fn mask(&self, py: Python<'_>) -> Cow<'static, [u8]> {
         py.detach(|| {
             let mask = lock(&self.matcher).compute_mask_or_eos().unwrap_or_else(|_| self.tokens.tok_trie().eos_token_set());
-            let words = &mask.as_slice()[..self.tokens.tok_trie().vocab_size().div_ceil(32)];
+            let mut words = mask.as_slice()[..self.size.div_ceil(32)].to_vec();
+            if !self.size.is_multiple_of(32) {
+                words[self.size / 32] &= (1 << (self.size % 32)) - 1; // the model has no further tokens
+            }
             Cow::Owned(words.iter().flat_map(|word| word.to_ne_bytes()).collect())
         })
     }
@@ -121,7 +131,10 @@ impl GrammarMatcher {
 
     /// The tokens that must come next, one after the other.
     fn forced(&self, py: Python<'_>) -> Vec<u32> {
-        py.detach(|| lock(&self.matcher).compute_ff_tokens())
+        let mut tokens = py.detach(|| lock(&self.matcher).compute_ff_tokens());
+        let known = tokens.iter().take_while(|&&token| (token as usize) < self.size).count();
+        tokens.truncate(known);
+        tokens
     }
 
     /// Whether these tokens may come next, one after the other.

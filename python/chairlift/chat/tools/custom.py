@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from pydantic_core import from_json
-
+from chairlift.chat.tools.json_text import parsed_object
 from chairlift.chat.tools.parser import ToolCallDelta
 
 INPUT = "input"
@@ -48,9 +47,5 @@ class CustomCalls:
 
 def _input(arguments: str) -> str:
     """Returns the input in a call's arguments, as far as they are valid JSON; else the arguments."""
-    try:
-        parsed = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return arguments
-    value = parsed.get(INPUT) if isinstance(parsed, dict) else None
+    value = parsed_object(arguments).get(INPUT)
     return value if isinstance(value, str) else arguments

@@ -200,7 +200,7 @@ class DeepSeek(ToolParser):
 
     def _call_name(self, head: str) -> Generator[None, None, str]:
         """Returns the function of a call with this text before its separator."""
-        if head != "function" or head in self._names:
+        if head != "function" or (yield from self._skip_space()) == "{":
             return head
         name = yield from self._text_until("\n", MAX_HEAD)
         yield from self._expect_one_of("```json")

@@ -97,6 +97,11 @@ class ToolParser(ABC):
         """Returns a call id in OpenAI's format."""
         return f"call_{secrets.token_hex(12)}"
 
+    @property
+    def num_calls(self) -> int:
+        """The number of calls that have begun."""
+        return self._calls
+
     def push(self, text: str) -> list[str | ToolCallDelta]:
         """Parses the next piece of text; returns content as strings, and increments of calls, in order."""
         self._text, self._at = self._text[self._at :] + text, 0

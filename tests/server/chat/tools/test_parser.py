@@ -514,6 +514,22 @@ def test_a_forced_call_is_one_that_the_parser_reads(syntax, template, begin):
     assert parsed(syntax, f"{form.begin}{one}{form.separator}{one}{form.end}") == ("", [("id0", "f", '{"a": 1}'), ("id1", "f", '{"a": 1}')])
 
 
+@pytest.mark.parametrize(
+    ("syntax", "template", "name"),
+    [
+        ("pythonic", "", "a:b/c.d-1"),
+        ("olmo3", "", "a:b/c.d-1"),
+        ("deepseek", "```json", "function"),
+        ("deepseek", "", "function"),
+    ],
+)
+def test_a_forced_call_may_have_any_name_that_a_function_may_have(syntax, template, name):
+    form = TOOL_PARSERS[syntax].call_format(template)
+    parser = TOOL_PARSERS[syntax]([name, "other"], lambda: "id")
+    text = f"{form.begin}{form.before}{name}{form.between}{{}}{form.after}{form.end}"
+    assert [*parser.push(text), *parser.end()] == [ToolCallDelta(0, id="id", name=name), ToolCallDelta(0, "{}")]
+
+
 def test_text_between_tags_is_told_as_it_comes():
     parser = TOOL_PARSERS["qwen3_coder"](NAMES, lambda: "id", TYPES)
     assert parser.push("<tool_call>\n<function=f>\n<parameter=") == [ToolCallDelta(0, id="id", name="f"), ToolCallDelta(0, "{")]
