@@ -130,7 +130,8 @@ class Shadow:
         if not replaced and own.st_size >= self._file.tell():
             return False
         self._file.close()
-        self._number = 0
+        # The journals of the earlier server's engines are older.
+        self._number, self._created_at = 0, first.st_mtime
         self._open()
         return True
 
