@@ -59,10 +59,8 @@ def add_parser(commands: Any, summary: str) -> None:
         metavar="LIST",
         help=f"group by some of {', '.join(_GROUPS)} (default: {','.join(_GROUPS[:3])})",
     )
-    parser.add_argument(
-        "--since", type=_day, metavar="DAY", default="", help="first day, in UTC, like 2026-11-01 (default: the first of the log)"
-    )
-    parser.add_argument("--until", type=_day, metavar="DAY", default="9999", help="last day (default: today)")
+    parser.add_argument("--since", type=_day, metavar="DAY", help="first day, in UTC, like 2026-11-01 (default: the first of the log)")
+    parser.add_argument("--until", type=_day, metavar="DAY", help="last day (default: today)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     invalid = 0
     sums: dict[tuple[str, ...], dict[str, float]] = {}
     for file in sorted(args.directory.glob("*.jsonl")):
-        if not args.since <= file.stem <= args.until:
+        if not (args.since or "") <= file.stem <= (args.until or "9999"):
             continue
         for record in _records(file):
             if record is None:
