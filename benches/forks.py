@@ -7,6 +7,7 @@ No model runs. Microseconds are medians; each round forks once, and drops the fo
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import statistics
@@ -53,9 +54,14 @@ def model(directory: Path) -> Path:
 def measure(llm: LLM, context: int) -> list[float]:
     """The core's time, and that of `LiveSequence.fork` for each of `COUNTS`, per fork."""
     with llm.open([1] * context) as root:
-        sequences, now = llm.engine._sequences, time.monotonic_ns() // 1000
-        core, handle = sequences._scheduler, sequences._held[root.handle]
-        times = [median_us(lambda: core.fork_held(handle, now), lambda fork: core.drop_held(fork, now))]
+        core, now, handles = llm.engine._sequences._scheduler, time.monotonic_ns() // 1000, itertools.count(2**40)
+
+        def fork_held() -> int:
+            handle = next(handles)
+            core.fork_held(root.handle, [handle], now)
+            return handle
+
+        times = [median_us(fork_held, lambda fork: core.drop_held(fork, now))]
         for count in COUNTS:
             times.append(median_us(lambda count=count: root.fork(count), lambda forks: [fork.drop() for fork in forks]) / count)
         return times

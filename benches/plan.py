@@ -111,7 +111,7 @@ def run(args: argparse.Namespace, target: Target, session: int, profile: Profile
     if figures.failed:
         raise SystemExit(f"{figures.failed} of {figures.requests} requests failed at {rate:.3g} a second: {dict(figures.failures)}")
     ttft, itl = (figures.latencies[name].percentile(args.percentile) for name in ("ttft", "itl"))
-    lines = [TraceRequest(job.with_due_times or 0.0, job.prompt_tokens, job.output_tokens) for job in jobs]
+    lines = [TraceRequest(job.due or 0.0, job.prompt_tokens, job.output_tokens) for job in jobs]
     predicted = simulate(Workload.of(lines), device=profile, **settings)
     simulated = Point(rate, float(np.percentile(predicted.ttft(), args.percentile)), predicted.itl(args.percentile) or 0.0)
     return Run(Point(rate, ttft, itl), simulated, len(jobs), others, done.notes)

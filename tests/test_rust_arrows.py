@@ -21,7 +21,7 @@ LAYERS = {
         {"drafts", "machine"},
     ],
     "sim": [
-        {"histogram", "job", "random", "service", "step_time", "storage", "utilization"},
+        {"goes_on", "histogram", "job", "random", "service", "step_time", "storage", "utilization"},
         {"live", "machine", "report", "session", "what_if"},
         {"drafts", "recorded"},
         {"replica"},

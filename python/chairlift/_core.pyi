@@ -597,7 +597,6 @@ class Report(Ended):
     steps: int
     chunks: int
     """Sequences in steps."""
-    ended_at: int
     stats: dict[str, Any]
     """As of `Scheduler.stats`; None in a report of `Shadow`."""
     gaps: bytes
@@ -640,6 +639,8 @@ class Workload(TypedDict):
     name_block: int
     tenants: list[tuple[str, int]]
     drafts: bytes
+    has_sessions: bool
+    """Whether requests were of sessions, which are left out."""
 
 @type_check_only
 class ShadowReport(TypedDict):

@@ -182,6 +182,23 @@ def test_sharegpt_has_other_prompts_at_each_load(monkeypatch, tmp_path, capsys):
     assert len(runs[0] & runs[1]) < 8
 
 
+def test_a_sweep_repeats_a_short_trace_until_the_duration_ends(monkeypatch, tmp_path, capsys):
+    runs = []
+
+    def measure(target, jobs, **_):
+        runs.append(jobs)
+        return Run([Record(0.0, sent=0.1, end=0.2, times=[0.15, 0.2], output_tokens=2) for _ in jobs])
+
+    monkeypatch.setattr(chairlift.cli.bench_load, "measure", measure)
+    (tmp_path / "short.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{at},20,8\n" for at in range(30)))
+    load = ["--dataset-path", tmp_path / "short.csv", "--request-rates", "10,20", "--duration", "10", "--burstiness", "inf"]
+    assert bench("sweep", "--model", "m", *load, "--goodput", "ttft:1000") == 0
+    assert [len(jobs) for jobs in runs] == [100, 200]
+    assert [jobs[-1].due for jobs in runs] == pytest.approx([9.9, 9.95])
+    assert len({job.prompt() for jobs in runs for job in jobs}) == 300
+    assert "20 requests a second, the highest that was tried" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_each_run_of_a_sweep_has_prompts_of_its_own_at_its_rate(monkeypatch, capsys):
     runs = []

@@ -118,6 +118,14 @@ def test_a_failure_ends_its_session_alone(monkeypatch):
     assert [(replay.complete, len(replay.records)) for replay in replays] == [(True, 3), (False, 2)]
 
 
+def test_for_a_duration_a_user_waits_after_a_session_that_failed(monkeypatch):
+    from chairlift.bench import workload
+
+    monkeypatch.setattr(workload, "words", lambda seed, count: "refuse")
+    replays, server = run([linear(1)], duration=0.2)
+    assert (len(replays), len(server.bodies)) == (1, 1)
+
+
 def record(ttft, cached=None, failure=""):
     return Record(1.0, times=[1.0 + ttft], end=3.0, prompt_tokens=100, cached_tokens=cached, failure=failure)
 

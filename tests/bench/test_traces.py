@@ -101,6 +101,11 @@ def test_mooncake_with_times_on_no_ticks(trace):
     assert requests[0].hash_ids is None
 
 
+def test_a_burst_at_one_time_is_not_spread(trace):
+    rows = [{"timestamp": 0, "input_length": 5, "output_length": 5}] * 3
+    assert [request.arrival for request in read(trace("\n".join(map(json.dumps, rows))))] == [0.0, 0.0, 0.0]
+
+
 def test_our_own(trace):
     requests = read(trace(OURS))
     assert requests == [TraceRequest(0.0, 396, 109), TraceRequest(1.25, 600, 44, (7, 8), "alice")]

@@ -130,6 +130,8 @@ def test_several_values_are_several_runs(replay, file):
     assert (as_recorded["batch_max"], changed["batch_max"]) == (4, 2)
     assert as_recorded["batch_mean"] > changed["batch_mean"] > 1
     assert as_recorded["tokens_per_s"] > changed["tokens_per_s"]
+    _, output, _ = replay(file, "--set", "target_itl_ms=1000000,1000001", "--json")
+    assert [run["name"] for run in json.loads(output)["runs"]][2:] == ["target_itl_ms=1000000", "target_itl_ms=1000001"]
     _, output, _ = replay(file, "--policy", "fair,shortest", "--set", "max_num_seqs=1,2", "--json")
     assert [run["name"] for run in json.loads(output)["runs"]][2:] == [
         "max_num_seqs=1, scheduling_policy=fair",

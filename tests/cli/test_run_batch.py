@@ -46,6 +46,14 @@ def test_an_output_that_cannot_be_written_is_named_before_a_model_is_loaded(run,
     assert message == f"chairlift: -o {tmp_path}/no/out.jsonl: cannot be written (No such file or directory)\n"
 
 
+def test_the_input_is_not_replaced_by_the_answers(run, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "in.jsonl")
+    for target in (tmp_path / "in.jsonl", tmp_path / "link.jsonl"):
+        status, message, loads = run(LINE, target)
+        assert (status, message, loads) == (2, f"chairlift: -o {target} is the input: name another file\n", 0)
+    assert (tmp_path / "in.jsonl").read_text() == LINE
+
+
 def test_an_earlier_output_is_replaced(run, tmp_path):
     (tmp_path / "out.jsonl").write_text("much longer than the answer\n")
     assert run(LINE, tmp_path / "out.jsonl") == (0, "", 1)

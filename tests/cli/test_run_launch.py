@@ -31,7 +31,8 @@ class Answer(Handler):
     def do_POST(self):
         body = json.loads(self.body())
         text = f"{body['model']}: {body['messages'][-1]['content'].upper()}"
-        self.reply(f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n".encode())
+        finish = None if "break off" in text.lower() else "stop"
+        self.reply(f"data: {json.dumps({'choices': [{'delta': {'content': text}, 'finish_reason': finish}]})}\n\n".encode())
 
 
 @pytest.fixture
@@ -57,6 +58,26 @@ def test_run_answers_one_question_with_a_running_server(url, piped, capsys):
     piped("a letter\n")
     assert main.main(["run", "org/a", "sum", "it", "up", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "a: SUM IT UP\n\nA LETTER\n"
+
+
+def test_an_answer_that_is_broken_off_is_a_failure(url, piped, monkeypatch, capsys):
+    assert main.main(["run", "b", "break off"]) == 1
+    assert capsys.readouterr() == ("b: BREAK OFF", f"chairlift: the server at {url} broke the answer off\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("break off\ngo on\n"))
+    assert main.main(["chat", "--url", url, "--model", "b"]) == 0
+    out, err = capsys.readouterr()
+    assert "b: GO ON" in out
+    assert "broke the answer off (/reset starts" in err
+
+
+def test_a_server_without_models_is_told(url, piped, monkeypatch, capsys):
+    monkeypatch.setattr(Answer, "do_GET", lambda self: self.reply(b'{"data": []}'))
+    assert main.main(["chat", "--url", url]) == 1
+    assert capsys.readouterr().err == f"chairlift: the server at {url} lists no model: name one\n"
+    assert main.main(["run", "--url", url]) == 2, "no question"
+    piped("hello")
+    assert main.main(["run", "--url", url]) == 1
+    assert f"the server at {url} lists no model: it has none" in capsys.readouterr().err
 
 
 def test_run_without_a_question_in_a_pipe_is_wrong_usage(url, piped, capsys):

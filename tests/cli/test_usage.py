@@ -51,6 +51,11 @@ def test_commands_are_listed_in_groups(capsys):
         assert re.findall(r"^  ([a-z-]+)", listed, re.MULTILINE) == list(commands)
 
 
+def test_a_closed_standard_output_is_no_failure(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main.main([]) == 0
+
+
 @pytest.mark.parametrize(("arguments", "same"), [(["help"], ["--help"]), (["help", "bench", "serve"], ["bench", "serve", "--help"])])
 def test_help_is_a_command(arguments, same, capsys):
     texts = []

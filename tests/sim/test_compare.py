@@ -273,6 +273,17 @@ def test_mistakes_are_told_in_a_line(flags: list[str], says: str, capsys: pytest
     assert not reported.out
 
 
+def test_policies_in_python_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = 'from chairlift import Policy\n\nclass Compared(Policy):\n    """x"""\n    def rank(self, request):\n        return 0\n'
+    Path("compared.py").write_text(policy)
+    assert status(["compare", "--run", "--policy", "fcfs,compared.py:Compared"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "Compared: policies in Python are simulated only, without --run" in line
+
+
 def test_the_command_explains_itself_by_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main.main(["compare", "--help"])

@@ -218,12 +218,26 @@ def test_spells_are_so_long_and_a_trace_is_stretched(monkeypatch: pytest.MonkeyP
     trace = workload(ARENA).first(50)
     timed = WorkloadSpec(trace=trace, timed=True)
     assert len(timed.seeds) == 1
-    own = 50 / (trace.column("arrival_us")[-1] / 1e6)
-    assert np.abs(timed.sample(2 * own, 1.0, 0).column("arrival_us") * 2 - trace.column("arrival_us")).max() <= 1
+    repeated = timed.sample(10.0, 120.0, 0)
+    assert len(repeated) == 1200
+    assert repeated.column("arrival_us")[-1] == pytest.approx(120e6, rel=1e-3)
+    gaps = np.diff(repeated.column("arrival_us"))
+    assert np.abs(gaps[50:99] - gaps[:49]).max() <= 1
+    assert repeated.column("prompt").tolist() == 24 * trace.column("prompt").tolist()
+    assert len(timed.sample(0.1, 120.0, 0)) == MIN_REQUESTS
+    assert timed.max_wait(1e6, 120.0) == len(timed.sample(1e6, 120.0, 0)) / 1e6 / 20 == MAX_REQUESTS / 1e6 / 20
     at_random = WorkloadSpec(trace=trace).sample(3.0, 120.0, 0)
     assert len(at_random) == MIN_REQUESTS
     assert (at_random.column("prompt")[:50] == trace.column("prompt")).all()
     assert (np.diff(timed.isolated().column("arrival_us")) >= 1e9).all()
+
+
+def test_a_short_trace_at_its_own_times_is_repeated_until_a_queue_shows() -> None:
+    # 100 tokens of 1 ms and no answer to speak of: 10 a second.
+    lines = [TraceRequest(float(number), 100, 1) for number in range(20)]
+    timed = WorkloadSpec(trace=Workload.of(lines), timed=True)
+    found = plan(timed, Targets(ttft=4.0, itl=1.0), device=made_up(PER_TOKEN), config=FIXED)
+    assert found.capacity.rate == pytest.approx(10, rel=0.1)
 
 
 def test_requests_that_are_too_long_are_left_out() -> None:

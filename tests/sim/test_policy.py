@@ -198,7 +198,7 @@ def test_the_command_begins_one_whose_test_passes(tmp_path, monkeypatch, capsys)
     assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["a b", "class", "Class", "Policy", "Candidate", "Random", "Chairlift", "pytest"])
+@pytest.mark.parametrize("name", ["a b", "class", "Class", "Policy", "Candidate", "Random", "Chairlift", "pytest", "Numpy"])
 def test_a_name_that_breaks_the_files_is_refused(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["policy", "new", name]) == 2

@@ -33,7 +33,7 @@ def session(turns: int, tokens: int = 1024, think: float = 1.0, first: int = 102
 
 def run(sessions: list[RecordedSession], users: int, blocks: int = 4000, **settings: object) -> SessionsResult:
     sizes = SIZES | {"num_kv_blocks": blocks}
-    return simulate_sessions(sessions, users, model="Llama-3.2-1B", device="cpu", step_time=STEP, duration=700.0, **sizes | settings)
+    return simulate_sessions(sessions, users, model="Llama-3.2-1B", device="cpu", step_time=STEP, **{"duration": 700.0} | sizes | settings)
 
 
 def test_a_user_alone_takes_the_time_that_a_session_takes_alone() -> None:
@@ -89,6 +89,36 @@ def test_subagents_run_side_by_side_before_the_request_that_waits_for_them() -> 
     first, second, main_request = rows[at + 1], rows[at + 2], rows[at + 3]
     assert first[2] == second[2], "they are sent at the same time"
     assert main_request[2] == max(first[5], second[5]) + 1_000_000
+
+
+@pytest.mark.parametrize("subagents", [1, 4])
+def test_of_subagents_side_by_side_the_longest_counts_as_the_time_alone(subagents: int) -> None:
+    sub = [SessionTurn(0.0, 320, 600, 5, calls_tool=True) for _ in range(12)]
+    main_thread = [SessionTurn(1.0, 640, 20, 10, calls_tool=True) for _ in range(3)]
+    main_thread[1] = replace(main_thread[1], subagents=range(1, 1 + subagents))
+    recorded = RecordedSession(BLOCK, [main_thread, *[sub] * (subagents - 1), sub[:10]], [0, *range(11)])
+    # Steps take the same time for one as for four.
+    result = run([recorded], users=1)
+    assert result.figures()["slowdown_worst"] == pytest.approx(1.0, abs=0.03)
+    assert result.figures()["slowdown_mean"] == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_short_session_has_its_own_time_alone() -> None:
+    # Alone, a session's 12 requests take 0.4 s each with their gaps.
+    short = [SessionTurn(0.1, 640, 30, 10, calls_tool=True) for _ in range(12)]
+    result = run([RecordedSession(BLOCK, [short], [0, *range(11)])], users=24, max_num_seqs=1, session_turns="off", duration=1000.0)
+    whole = [one for one in result.replays() if one["complete"] and one["requests"] == 12]
+    alone = 12 * (0.1 + 0.3) + 0.064
+    slowdowns = [one["slowdown"] for one in whole if one["slowdown"] is not None]
+    assert slowdowns, "they take more than a minute"
+    assert slowdowns == pytest.approx([one["seconds"] / alone for one in whole if one["slowdown"] is not None], rel=0.03)
+
+
+def test_a_request_that_waits_at_the_end_has_a_time_alone() -> None:
+    # An answer takes 300 s, and the machine has room for one.
+    endless = RecordedSession(BLOCK, [[SessionTurn(0.1, 640, 30_000, 10, calls_tool=True)] * 2], [0, *range(11)])
+    figures = run([endless], users=3, max_num_seqs=1, session_turns="off").figures()
+    assert 1 < figures["slowdown_worst"] < 10
 
 
 def test_the_same_arguments_give_the_same_figures_and_a_seed_others() -> None:

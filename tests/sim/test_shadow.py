@@ -1,6 +1,8 @@
 """A shadow says what a running server would have done, from its journal."""
 
+import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +236,27 @@ def test_it_goes_on_with_the_journal_of_a_restarted_engine(journal, day):
     journal.with_name("day.journal.1").write_bytes(watched(requests=30).journal)
     one.work()
     assert one.document()["runs"]["recorded"]["requests"] == 30
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_it_begins_again_with_the_journal_of_a_restarted_server(journal, number, replaced):
+    clocks = Clocks()
+    one = begin(journal, clocks=clocks)
+    one.work()
+    if number:
+        journal.with_name("day.journal.1").write_bytes(watched(requests=30).journal)
+        one.work()
+    new = watched(requests=12, max_num_seqs=2).journal
+    if replaced:
+        journal.rename(journal.with_name("old"))
+    journal.write_bytes(new[:300])
+    os.utime(journal, (time.time() + 1, time.time() + 1))
+    one.work()
+    journal.write_bytes(new)
+    clocks.time += 1
+    one.work()
+    assert one.document()["runs"]["recorded"]["requests"] == 12
 
 
 def test_what_is_no_journal_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from journals import watched
 from traces import ARENA, CONV, mooncake, workload
 
 import chairlift
@@ -21,8 +22,9 @@ from chairlift.errors import InvalidSetting, InvalidTrace, ModelNotFound
 from chairlift.models.config import ModelConfig
 from chairlift.sim import table
 from chairlift.sim.devices import DEVICES, Profile, device, kv_bytes
+from chairlift.sim.replay import Recording
 from chairlift.sim.result import DEADLINE
-from chairlift.sim.run import basis, machine, run, simulate
+from chairlift.sim.run import basis, machine, requests_of, run, simulate
 from chairlift.sim.shapes import KNOWN, shape
 from chairlift.sim.steps import Load, StepTime
 from chairlift.sim.workload import COLUMNS, Workload
@@ -138,6 +140,22 @@ def test_tenants_deadlines_and_predictions_reach_the_scheduler() -> None:
     assert due.figures()["missed_deadline"] == (due.requests["finish"] == DEADLINE).sum() > 0
     urgent = run(trace.with_(priority=-np.arange(40)), limits | {"scheduling_policy": "priority"}, StepTime.constant(1000)).requests
     assert urgent["tag"][np.argmin(urgent["ended"])] == 39
+
+
+def test_a_journals_requests_have_their_tiers_and_say_that_sessions_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "day.journal"
+    file.write_bytes(watched(requests=60, tiers=("flex", "default"), sessions=3).journal)
+    recorded = Recording(file).replay().result.grouped("tier")
+    settings = {"num_kv_blocks": 41, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 128}
+    tiers = simulate(file, model="SmolLM2-135M", device="H100", rate_scale=100.0, **settings).grouped("tier")
+    assert {name: one["requests"] for name, one in tiers.items()} == {name: one["requests"] for name, one in recorded.items()}
+    assert tiers["default"]["ttft_p50_s"] < tiers["flex"]["ttft_p50_s"]
+    weighted = requests_of(file, EngineConfig(tenant_weights={"few": 5}))
+    assert sorted(weighted.tenants) == [("few", 10), ("many", 1), ("many", 1)]
+    assert main.main(["simulate", "--trace", str(file), "--model", "SmolLM2-135M", "--modelled-device", "H100"]) == 0
+    assert "sessions are left out" in capsys.readouterr().err
 
 
 def test_a_roofline_is_what_bandwidth_and_peak_allow() -> None:

@@ -32,7 +32,7 @@ class Seen:
         self.journal, self.timelines, self.steps, self.tokens = b"", [], [], {}
 
 
-def watched(*, requests=24, sessions=0, tag_of=lambda number: number, **settings) -> Seen:
+def watched(*, requests=24, sessions=0, tiers=("default",), tag_of=lambda number: number, **settings) -> Seen:
     """Records requests that arrive faster than they are served. Some share a prefix, and some have a deadline."""
     limits = {"num_kv_blocks": BLOCKS, "max_num_batched_tokens": TOKENS, "max_num_seqs": ROWS, "max_model_len": CONTEXT, "watermark": 2}
     core = _core.Scheduler(block_size=BLOCK, journal=True, **limits | settings)
@@ -45,6 +45,7 @@ def watched(*, requests=24, sessions=0, tag_of=lambda number: number, **settings
             tenant, deadline = "few" if tag % 6 == 5 else "many", 40.0 if tag % 8 == 7 else None
             with suppress(_core.QueueFull):
                 scheduling = {"tenant": tenant, "deadline_ms": deadline, "session": f"s{tag % sessions}" if sessions else None}
+                scheduling |= {"tier": tiers[tag % len(tiers)]}
                 add(core, tag_of(tag), np.array(prompt, np.int32), dice.randint(2, 30), [1], arrivals[tag], **scheduling)
             tag += 1
         seen.timelines += core.expire(now)

@@ -18,6 +18,9 @@ from chairlift.bench.session_alone import Alone
 from chairlift.bench.sessions import RecordedSession, SessionTurn
 from chairlift.bench.workload import Job, Piece
 
+PAUSE = 5.0
+"""Seconds after a failed session before its user begins another one, in a run of some duration: as the shortest in `chairlift simulate`."""
+
 
 @dataclass(slots=True)
 class SessionRecord:
@@ -125,7 +128,7 @@ class SessionLoad:
                 # It is the first to run, and starts the clock once all its requests are prepared.
                 group.create_task(self._drive(beside, max_concurrency, start))
                 for _ in range(users):
-                    group.create_task(self._user(waiting))
+                    group.create_task(self._user(waiting, 0.0 if duration is None else PAUSE))
         except TimeoutError:
             pass
         except asyncio.CancelledError:
@@ -142,8 +145,8 @@ class SessionLoad:
         """Sends the requests without a session."""
         self.others, _ = await drive(self._target, beside, max_concurrency, start, self._on_end)
 
-    async def _user(self, waiting: Iterator[int]) -> None:
-        """Runs sessions until none waits."""
+    async def _user(self, waiting: Iterator[int], pause: float) -> None:
+        """Runs sessions until none waits, with a `pause` in seconds after a failed one: a server that refuses all is not flooded."""
         for number in waiting:
             session = self._sessions[number]
             record = SessionRecord(number, self._now(), tenant=session.tenant, tier=session.tier)
@@ -152,6 +155,8 @@ class SessionLoad:
             alone = await replay.thread(0, self)
             record.complete, record.ended = alone is not None, self._now()
             record.alone = None if self._alone is None else alone
+            if not record.complete:
+                await asyncio.sleep(pause)
 
     async def send(self, http: Http, request: bytes, record: Record) -> None:
         """Sends a request that is due now."""

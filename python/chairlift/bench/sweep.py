@@ -35,6 +35,7 @@ class Point:
 def search(meets: Callable[[float], bool], start: float, steps: int, least: float = 0.0) -> float | None:
     """The largest rate for which `meets` is true, to a factor of 2^(1 / 2^steps); None if there is none.
 
+    If `meets` is true for all rates that are tried, the highest of these.
     Doubles the rate from `start` until it is too high, or halves it until it is not or falls below `least`. Then bisects the interval
     `steps` times on a logarithmic scale.
     """

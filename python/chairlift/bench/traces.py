@@ -232,11 +232,12 @@ def _checked(name: str, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], 
 
 
 def _spread(requests: Iterable[TraceRequest], tick: float) -> Iterator[TraceRequest]:
-    """Spreads the requests of each tick evenly over it, in the file's order. Times that are not on ticks stay as they are."""
+    """Spreads the requests of each tick evenly over it, in the file's order. Equal times, and those not on ticks, stay as they are."""
     ticks: dict[int, list[TraceRequest]] = {}
     for request in requests:
         ticks.setdefault(round(request.arrival / tick), []).append(request)
-    if any(abs(request.arrival - number * tick) > _JITTER for number, same_tick in ticks.items() for request in same_tick):
+    on_ticks = all(abs(request.arrival - number * tick) <= _JITTER for number, same_tick in ticks.items() for request in same_tick)
+    if len(ticks) < 2 or not on_ticks:
         return itertools.chain.from_iterable(ticks.values())
     return (
         replace(request, arrival=(number + index / len(same_tick)) * tick)

@@ -30,6 +30,9 @@ NUM_PROMPTS = 100
 TEMPLATE_TOKENS = {False: 8, True: 128}
 """Tokens that a server may add to a prompt, without and with a chat template."""
 
+_NEXT_REPETITION = 1_000_003
+"""What is added to the seed of a trace to repeat it. The runs of a sweep have successive seeds."""
+
 token_count = values.whole(1, 10**7)
 request_count = values.whole(1, 10**8)
 request_rate = values.number(1e-6, 1e6)
@@ -214,6 +217,14 @@ class RequestSource:
         lengths = args.random_input_len, args.random_output_len
         spread = {"range_ratio": args.random_range_ratio, "prefix_len": args.random_prefix_len}
         return workload.random_jobs(count or NUM_PROMPTS, *lengths, **spread, seed=seed)
+
+    def repeated(self, count: int, seed: int) -> list[Job]:
+        """`count` requests without times. A shorter trace is repeated with other prompts."""
+        jobs = self.jobs(count, seed)
+        while len(jobs) < count:
+            seed += _NEXT_REPETITION
+            jobs += self.jobs(count - len(jobs), seed)
+        return jobs
 
 
 def schedule(args: argparse.Namespace, jobs: list[Job]) -> tuple[list[Job], str]:

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     best, closed = knee(points), bool(args.max_concurrencies)
     unit = "at a time" if closed else "requests a second"
     if best is not None:
-        print(f"\nLargest load with {args.attainment:g} % of requests within {goodput}: {best.load:.3g} {unit}")
+        highest = "" if best is not points[-1] else ", the highest that was tried"
+        print(f"\nLargest load with {args.attainment:g} % of requests within {goodput}: {best.load:.3g} {unit}{highest}")
     elif goodput is not None:
         print(f"\nNo load had {args.attainment:g} % of requests within {goodput}.")
     bench_load.print_notes(notes(points))
@@ -126,7 +127,7 @@ def _point(
     """One run of a sweep. Its prompts differ from those of other runs, which the server has cached."""
     seed, limit = args.seed + index, int(load) if args.max_concurrencies else None
     default = math.ceil(load * args.duration) if limit is None else 4 * limit
-    jobs = source.jobs(args.num_prompts or max(MIN_REQUESTS, default), seed)
+    jobs = source.repeated(args.num_prompts or max(MIN_REQUESTS, default), seed)
     if limit:
         jobs = workload.as_fast_as_possible(jobs, limit)
     else:

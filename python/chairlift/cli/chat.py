@@ -11,10 +11,10 @@ from typing import Any
 
 from chairlift.cli import flags
 from chairlift.cli.flags import add_engine, add_sampling, sampling_settings
-from chairlift.cli.remote import add_api_key, client_key, get_json, stream_chat
+from chairlift.cli.remote import add_api_key, client_key, model_names, stream_chat
 from chairlift.cli.text_input import text_input
 from chairlift.engine.client import AsyncEngine
-from chairlift.errors import ChairliftError, InvalidRequest
+from chairlift.errors import ChairliftError, InvalidRequest, ModelNotFound
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 """What makes a terminal print dimmed text, and plain text again."""
@@ -63,16 +63,18 @@ def run(args: argparse.Namespace) -> int:
 def _run_remote(args: argparse.Namespace, conversation: Conversation, sampling: Mapping[str, Any]) -> int:
     """Chats with the server at `--url`."""
     key = client_key(args)
-    model = args.model or get_json(args.url, "/v1/models", key)["data"][0]["id"]
-    converse(f"{model} at {args.url}", conversation, answer_from(args.url, key, model, conversation, sampling))
+    model = args.model or next(iter(model_names(args.url, key)), None)
+    if model is None:
+        raise ModelNotFound(f"the server at {args.url} lists no model: name one")
+    converse(f"{model} at {args.url}", conversation, answer_from(args.url, key, model, conversation, sampling), ChairliftError)
     return 0
 
 
 def answer_from(url: str, key: str | None, model: str, conversation: Conversation, sampling: Mapping[str, Any]) -> Callable[[str], None]:
-    """Returns what answers a question: it streams the answer of a server's model to standard output. Raises InvalidRequest."""
+    """Returns what answers a question: it streams the answer of a server's model to standard output. Raises ChairliftError."""
 
     def answer(question: str) -> None:
-        with conversation.exchange(question) as (messages, pieces), _continuable():
+        with conversation.exchange(question) as (messages, pieces):
             shown = _Shown(pieces)
             for reasoning, text in stream_chat(url, key, {"model": model, "messages": messages, **sampling}):
                 shown.add(reasoning, text)
@@ -81,17 +83,8 @@ def answer_from(url: str, key: str | None, model: str, conversation: Conversatio
     return answer
 
 
-@contextmanager
-def _continuable() -> Iterator[None]:
-    """Turns an error of the server, after which the chat can continue, into InvalidRequest."""
-    try:
-        yield
-    except ChairliftError as error:
-        raise InvalidRequest(str(error)) from None
-
-
-def converse(name: str, conversation: Conversation, answer: Callable[[str], None]) -> None:
-    """Reads questions until the input ends, and calls `answer` for each."""
+def converse(name: str, conversation: Conversation, answer: Callable[[str], None], harmless: type[ChairliftError] = InvalidRequest) -> None:
+    """Reads questions until the input ends, and calls `answer` for each. The chat goes on after `harmless` errors."""
     if sys.stdin.isatty():
         print(f"{name}: /reset starts a new conversation, /exit exits, Ctrl-C stops an answer")
     while (line := _read_line()) is not None and line != "/exit":
@@ -102,7 +95,7 @@ def converse(name: str, conversation: Conversation, answer: Callable[[str], None
                 answer(line)
             except KeyboardInterrupt:
                 print(" [stopped]")
-            except InvalidRequest as error:
+            except harmless as error:
                 print(f"chairlift: {error} (/reset starts a new conversation)", file=sys.stderr)
 
 

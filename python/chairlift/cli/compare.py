@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chairlift.bench.traces import read
-from chairlift.cli import flags, policy_files, values
+from chairlift.cli import flags, policy_files, simulated_trace, values
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim import compare_report, table
@@ -19,7 +18,7 @@ from chairlift.sim.compare import simulate_variant, synthetic_requests, variants
 from chairlift.sim.compare_plot import plot
 from chairlift.sim.devices import Profile, device
 from chairlift.sim.live import run_live
-from chairlift.sim.run import SETTINGS, basis, ready
+from chairlift.sim.run import SETTINGS, basis
 from chairlift.sim.workload import Workload
 
 TIMEOUT_MS = 500.0
@@ -145,6 +144,8 @@ def _checked_config(args: argparse.Namespace) -> EngineConfig:
     engine: EngineConfig = args.engine
     if args.live and args.modelled_device:
         raise InvalidSetting("--modelled-device is for a simulation: --run uses this machine")
+    if args.live and (added := set(args.policies).difference(EngineConfig.__dataclass_fields__["scheduling_policy"].metadata["choices"])):
+        raise InvalidSetting(f"{', '.join(sorted(added))}: policies in Python are simulated only, without --run")
     if not args.live:
         load_format, threads = getattr(args, "load_format", None), getattr(args, "threads", None)
         flags.reject("it is for --run", load_format=load_format, threads=threads)
@@ -162,7 +163,7 @@ def _workload(args: argparse.Namespace, engine: EngineConfig) -> Workload:
     if args.trace:
         synthetic = {"input_len": args.input_len, "output_len": args.output_len, "request_rate": args.request_rate}
         flags.reject("it is for synthetic requests, without --trace", **synthetic)
-        return ready(Workload.of(read(args.trace), engine.tenant_weights), args.rate_scale or 1.0, args.num_requests)
+        return simulated_trace.read(args.trace, engine, args.num_requests, args.rate_scale or 1.0)
     flags.reject("it is for a --trace", rate_scale=args.rate_scale)
     lengths = args.input_len or INPUT_LEN, args.output_len or OUTPUT_LEN
     return Workload.of(synthetic_requests(args.num_requests or REQUESTS, *lengths, args.request_rate or RATE))

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from chairlift.cli import flags
-from chairlift.cli.remote import URL, get_json
+from chairlift.cli.remote import URL, get_json, model_names
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound
 from chairlift.settings import ENV_PREFIX
@@ -49,29 +49,22 @@ def server_for(model: str | None, url: str | None, api_key: str | None) -> Itera
 
     Without a `url`, it is the server at the usual address, or one that runs until the end of the block. Raises ChairliftError.
     """
-    names = _names_at_usual_address(api_key) if url is None else _names(url, api_key)
+    names = _names_at_usual_address(api_key) if url is None else model_names(url, api_key)
     if (name := _name_in(names, model)) is not None:
         yield url or URL, name
         return
     if url is not None:
-        raise ModelNotFound(f"the server at {url} does not serve {model}: it has {', '.join(names)}")
+        lacks = "lists no model" if model is None else f"does not serve {model}"
+        raise ModelNotFound(f"the server at {url} {lacks}: it has {', '.join(names) or 'none'}")
     with _started(model or DEFAULT_MODEL) as started:
         _wait(started, api_key)
-        yield started.url, _names(started.url, api_key)[0]
-
-
-def _names(url: str, api_key: str | None) -> list[str]:
-    """The models of the server at `url`. Raises ChairliftError."""
-    try:
-        return [one["id"] for one in get_json(url, "/v1/models", api_key)["data"]]
-    except (KeyError, TypeError):
-        raise ChairliftError(f"what listens at {url} is no server with OpenAI's API") from None
+        yield started.url, model_names(started.url, api_key)[0]
 
 
 def _names_at_usual_address(api_key: str | None) -> list[str]:
     """The models of the server at the usual address; none if nothing listens there, or something that cannot be used."""
     try:
-        return _names(URL, api_key) if _listens(URL) else []
+        return model_names(URL, api_key) if _listens(URL) else []
     except ChairliftError as error:
         print(f"chairlift: {error}", file=sys.stderr)
         return []

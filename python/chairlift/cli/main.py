@@ -158,6 +158,7 @@ class _HelpFormatter(flags.TextFormatter):
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0, 1 for a failure, 2 for invalid arguments, settings or traces."""
     started = time.perf_counter()
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (None after `>&-` in a shell; it stays open)
     arguments = sys.argv[1:] if arguments is None else arguments
     # The first positional argument is the command: the flags before it take no values.
     at = next((at for at, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
@@ -206,6 +207,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.server.log_level == "debug":
             raise
         kind = "" if isinstance(error, ChairliftError) else f"{type(error).__name__}: "
+        kind = "not enough memory: " if isinstance(error, MemoryError) else kind
         print(f"chairlift: {kind}{error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidRequest | InvalidSetting | InvalidTrace) else 1
 

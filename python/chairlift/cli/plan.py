@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.bench.arrivals import describe_gaps
-from chairlift.bench.traces import read
-from chairlift.cli import flags, shared_models, values
+from chairlift.cli import flags, shared_models, simulated_trace, values
 from chairlift.cli.progress import progress_bar
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
@@ -21,10 +20,9 @@ from chairlift.sim.devices import device as known_device
 from chairlift.sim.models import devices_of
 from chairlift.sim.models_plan import plan_models
 from chairlift.sim.plan import Targets, plan
-from chairlift.sim.run import SETTINGS, basis, check_sizes, ready
+from chairlift.sim.run import SETTINGS, basis, check_sizes
 from chairlift.sim.sessions import DURATION, THINK_TIME
 from chairlift.sim.sessions_plan import SessionsTarget, plan_sessions
-from chairlift.sim.workload import Workload
 from chairlift.sim.workload_spec import MIN_REQUESTS, WorkloadSpec
 
 REQUESTS, INPUT_LEN, OUTPUT_LEN = 2000, 256, 128
@@ -80,7 +78,7 @@ def _add_targets(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_traffic(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--trace", metavar="FILE", help="a trace's requests, in any format that 'chairlift bench' reads")
+    group.add_argument("--trace", metavar="FILE", help="a trace's requests, in any format that 'chairlift bench' reads; or a journal")
     group.add_argument(
         "--num-requests",
         type=values.whole(1, 10**6),
@@ -195,8 +193,8 @@ def _workload_spec(args: argparse.Namespace) -> tuple[WorkloadSpec, str]:
     gaps = describe_gaps(args.burstiness)
     if args.trace:
         flags.reject("a --trace has its own lengths", input_len=args.input_len, output_len=args.output_len, range_ratio=args.range_ratio)
-        requests = Workload.of(read(args.trace), args.engine.tenant_weights)
-        trace = ready(requests, 1.0, args.num_requests or min(REQUESTS, len(requests)))
+        trace = simulated_trace.read(args.trace, args.engine, args.num_requests)
+        trace = trace if args.num_requests else trace.first(REQUESTS)
         timed = bool(trace.column("arrival_us")[-1]) if args.self_timed is None else args.self_timed
         short = f" (at least {MIN_REQUESTS} are better)" if timed and len(trace) < MIN_REQUESTS else ""
         arrivals = "at the trace's times, scaled" if timed else f"at random times ({gaps})"

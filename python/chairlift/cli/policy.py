@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     module = name.lower()
     if not name.isidentifier() or keyword.iskeyword(name) or keyword.iskeyword(module) or name in ("Candidate", "Policy"):
         raise InvalidSetting(f"{name!r:.100} cannot be a class's name: try Mine")
-    if module in sys.stdlib_module_names or module in ("chairlift", "pytest"):
-        raise InvalidSetting(f"{module}.py would hide Python's module {module} from programs that run here: try another name")
     files = {Path(f"{module}.py"): _POLICY, Path(f"test_{module}.py"): _TEST}
     for path in files:
         if path.exists():
             raise InvalidSetting(f"{path} exists already")
+    if module in sys.stdlib_module_names or PathFinder.find_spec(module) is not None:
+        raise InvalidSetting(f"{module}.py would hide Python's module {module} from programs that run here: try another name")
     for path, text in files.items():
         path.write_text(text.format(name=name, module=module), encoding="utf-8")
     print(f"{' and '.join(map(str, files))}: run the test with python -m pytest test_{module}.py")

@@ -59,19 +59,34 @@ def post_json(url: str, path: str, api_key: str | None, body: Mapping[str, Any])
         return json.load(response)
 
 
+def model_names(url: str, api_key: str | None) -> list[str]:
+    """The models of the server at `url`. Raises ChairliftError."""
+    try:
+        return [one["id"] for one in get_json(url, "/v1/models", api_key)["data"]]
+    except (KeyError, TypeError):
+        raise ChairliftError(f"what listens at {url} is no server with OpenAI's API") from None
+
+
 def stream_chat(url: str, api_key: str | None, body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Posts a chat completion and yields the reasoning and the text of its events. Raises ChairliftError."""
+    """Posts a chat completion and yields the reasoning and the text of its events. Raises ChairliftError, also for a cut-off answer."""
+    ended = False
     with _errors(url, api_key), _open(url, "/v1/chat/completions", api_key, {**body, "stream": True}, STREAM_TIMEOUT) as response:
         for line in response:
             data = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or data == b"[DONE]":
+            if not line.startswith(b"data:"):
+                continue
+            if data == b"[DONE]":
+                ended = True
                 continue
             event = json.loads(data)
             if "error" in event:
                 raise ChairliftError(event["error"]["message"])
             for choice in event["choices"]:
+                ended = ended or choice.get("finish_reason") is not None
                 delta = choice["delta"]
                 yield delta.get("reasoning_content") or "", delta.get("content") or ""
+    if not ended:
+        raise ChairliftError(f"the server at {url} broke the answer off")
 
 
 def _open(url: str, path: str, api_key: str | None, body: Mapping[str, Any] | None = None, timeout: float = TIMEOUT) -> Any:

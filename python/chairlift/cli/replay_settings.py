@@ -77,4 +77,4 @@ def format_value(value: Any) -> str:
     """A setting's value as it is written on the command line."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
-    return f"{float(value):g}" if isinstance(value, (float, Fraction)) else str(value)
+    return f"{float(value):.12g}" if isinstance(value, (float, Fraction)) else str(value)

@@ -12,7 +12,7 @@ from chairlift.cli.flags import add_sampling, sampling_settings
 from chairlift.cli.local_server import MODEL_HELP, add_url, server_for
 from chairlift.cli.remote import add_api_key, client_key
 from chairlift.cli.text_input import text_input
-from chairlift.errors import InvalidRequest
+from chairlift.errors import ChairliftError, InvalidRequest
 
 _EXAMPLES = """\
 examples:
@@ -51,5 +51,5 @@ def run(args: argparse.Namespace) -> int:
         if question:
             answer(question)
         else:
-            converse(f"{model} at {url}", conversation, answer)
+            converse(f"{model} at {url}", conversation, answer, ChairliftError)
     return 0

@@ -84,6 +84,8 @@ def _check(source: Path, target: Path, max_line: int) -> None:
     if errors:
         where = "" if errors[0]["line"] is None else f", line {errors[0]['line']}"
         raise InvalidRequest(f"{source}{where}: {errors[0]['message']}")
+    if target.exists() and target.samefile(source):
+        raise InvalidSetting(f"-o {target} is the input: name another file")
     if not target.is_fifo():  # its reader would take this for the end
         with writing(f"-o {target}"):
             target.open("ab").close()

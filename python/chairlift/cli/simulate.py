@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chairlift.cli import flags, policy_files, shared_models, values
+from chairlift.cli import flags, policy_files, shared_models, simulated_trace, values
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.scheduling import ROUTINGS
@@ -17,7 +17,7 @@ from chairlift.sim.groups import GROUPS, figures
 from chairlift.sim.models import ModelsResult, devices_of, simulate_models
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
-from chairlift.sim.run import SETTINGS, basis, machine, ready, requests_of
+from chairlift.sim.run import SETTINGS, basis, machine
 from chairlift.sim.run import run as simulated
 from chairlift.sim.sessions import DURATION, THINK_TIME, USERS, simulate_sessions
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.models is not None:
         return _run_models(args)
     engine = args.engine
-    workload = ready(requests_of(args.trace, engine), args.rate_scale, args.num_requests)
+    workload = simulated_trace.read(args.trace, engine, args.num_requests, args.rate_scale)
     on = device(args.modelled_device)
     settings, step_time = machine(args.model, on, engine)
     drafts = engine.num_speculative_tokens
@@ -124,7 +124,7 @@ def _run_sessions(args: argparse.Namespace) -> int:
     flags.reject("it is for --trace without --sessions", models=args.models, report=args.report)
     on, engine, beside = device(args.modelled_device), args.engine, None
     if args.trace is not None:
-        beside = ready(requests_of(args.trace, engine), args.rate_scale, args.num_requests)
+        beside = simulated_trace.read(args.trace, engine, args.num_requests, args.rate_scale)
     else:
         flags.reject("it is for --trace", rate_scale=None if args.rate_scale == 1 else args.rate_scale, num_requests=args.num_requests)
     settings = {name: getattr(engine, name) for name in SETTINGS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def add_parser(commands: Any, summary: str) -> None:
         metavar="LIST",
         help=f"group by some of {', '.join(_GROUPS)} (default: {','.join(_GROUPS[:3])})",
     )
-    parser.add_argument("--since", metavar="DAY", default="", help="first day, in UTC, like 2026-11-01 (default: the first of the log)")
-    parser.add_argument("--until", metavar="DAY", default="9999", help="last day (default: today)")
+    parser.add_argument("--since", type=_day, metavar="DAY", help="first day, in UTC, like 2026-11-01 (default: the first of the log)")
+    parser.add_argument("--until", type=_day, metavar="DAY", help="last day (default: today)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     invalid = 0
     sums: dict[tuple[str, ...], dict[str, float]] = {}
     for file in sorted(args.directory.glob("*.jsonl")):
-        if not args.since <= file.stem <= args.until:
+        if not (args.since or "") <= file.stem <= (args.until or "9999"):
             continue
         for record in _records(file):
             if record is None:
@@ -119,6 +120,14 @@ def _records(file: Path) -> Iterator[dict[str, Any] | None]:
             except ValueError:
                 record = None
             yield record if isinstance(record, dict) and all(name in record for name in _REQUIRED) else None
+
+
+def _day(text: str) -> str:
+    """A day as files are named. Raises argparse.ArgumentTypeError."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a day like 2026-11-01, got {text!r:.40}") from None
 
 
 def _groups(text: str) -> tuple[str, ...]:

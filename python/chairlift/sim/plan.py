@@ -329,10 +329,10 @@ def _tune(
                 best, capacity = candidate, rate
         if capacity:
             return best
-    raise InvalidSetting(_unreachable(one.targets, isolated))
+    raise InvalidSetting(_unreachable(one.targets, isolated, timed=one.spec.timed))
 
 
-def _unreachable(targets: Targets, isolated: list[Point]) -> str:
+def _unreachable(targets: Targets, isolated: list[Point], *, timed: bool) -> str:
     """The message for targets that no rate meets."""
     best = min(isolated, key=lambda point: max(point.ttft / targets.ttft, point.itl / targets.itl))
     needed = [
@@ -341,9 +341,12 @@ def _unreachable(targets: Targets, isolated: list[Point]) -> str:
         if latency > target
     ]
     if not needed:
+        bursts, remedy = (
+            ("the trace has", "random arrival times (--no-self-timed)") if timed else ("the arrivals have", "a larger --burstiness")
+        )
         return (
-            "these targets cannot be met: isolated requests meet them, but the trace has bursts that miss them at any rate. "
-            "Use a larger --ttft-ms, or random arrival times (--no-self-timed)"
+            f"these targets cannot be met: isolated requests meet them, but {bursts} bursts that miss them at any rate. "
+            f"Use a larger --ttft-ms, or {remedy}"
         )
     return (
         f"these targets cannot be met: p{targets.percentile:g} of isolated requests on this machine is {best.ttft * 1e3:.0f} ms of TTFT "

@@ -128,7 +128,7 @@ def models_text(plan: ModelsPlan, on: str, traffic: str, seconds: float) -> Iter
     yield "{} users ({} to {}) who each send a request every ".format(*users) + f"{seconds:g} s."
     yield ""
     yield f"traffic  {traffic}"
-    yield f"targets  {percent} of TTFT within {duration(targets.ttft)}, {percent} of ITL within {duration(targets.itl)}, for each model"
+    yield f"targets  {_targets(targets)}, for each model"
     yield f"limit    {percent} of {target.upper()} of {model}, which is the first to miss its target at a higher rate"
     if plan.excluded:
         yield f"excluded {plan.excluded:,} requests of the trace exceed the longest context of their model"

@@ -72,7 +72,8 @@ class Recording:
     def workload(self) -> Workload:
         """The recorded requests, with the lengths of their outputs and their drafts, for a simulation of another load or machine.
 
-        Aborted requests end with the tokens that they had. Prompts share what earlier prompts have, not earlier outputs.
+        Aborted requests end with the tokens that they had. Prompts share what earlier prompts have, not earlier outputs. Sessions are left
+        out.
         """
         found = self._call(self._cannot_replay(), _core.workload)
         arrays = {name: np.frombuffer(found[name], np.int64) for name in ("requests", "names", "drafts")}
@@ -82,6 +83,7 @@ class Recording:
             arrays["names"],
             found["name_block"],
             arrays["drafts"].reshape(-1, len(DRAFT_COLUMNS)),
+            lacks_sessions=found["has_sessions"],
         )
 
     def steps(self) -> tuple[Mapping[str, Any], NDArray[np.int64]]:
@@ -89,8 +91,8 @@ class Recording:
 
         The last is -1 if the next plan did not follow at once.
         """
-        config = self._call(self._cannot_replay(), _core.replay)["config"]
-        return config, np.frombuffer(self._call(self._cannot_replay(), _core.step_times), np.int64).reshape(-1, 6)
+        steps = np.frombuffer(self._call(self._cannot_replay(), _core.step_times), np.int64).reshape(-1, 6)
+        return self._call(self._cannot_replay(), _core.journal_settings) or {}, steps
 
     def _cannot_replay(self) -> str:
         return f"{self._path} cannot be replayed"

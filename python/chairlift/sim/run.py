@@ -18,6 +18,7 @@ from chairlift.engine import scheduler_settings
 from chairlift.engine.arguments import engine_config
 from chairlift.errors import InvalidSetting
 from chairlift.models.shape import ModelShape
+from chairlift.scheduling import TIER_WEIGHTS, TIERS
 from chairlift.sim.devices import Device, Profile, device, kv_bytes
 from chairlift.sim.policy import Policy, report_failure, use
 from chairlift.sim.replay import Recording, is_journal
@@ -98,7 +99,12 @@ def requests_of(trace: Trace, config: EngineConfig) -> Workload:
     if not Path(trace).is_file() or not is_journal(trace):
         return Workload.of(read(trace), config.tenant_weights)
     workload, weights = Recording(trace).workload(), config.tenant_weights or {}
-    return replace(workload, tenants=tuple((name, weights.get(name, weight)) for name, weight in workload.tenants))
+    # The recorded weights are those of tenant and tier. Each tenant here has requests of one tier.
+    _, firsts = np.unique(workload.column("tenant"), return_index=True)
+    factors = ({**TIER_WEIGHTS, **(config.tier_weights or {})}[TIERS[tier]] for tier in workload.column("tier")[firsts])
+    pairs = zip(workload.tenants, factors, strict=True)
+    tenants = ((name, factor * weights[name] if name in weights else weight) for (name, weight), factor in pairs)
+    return replace(workload, tenants=tuple(tenants))
 
 
 def ready(workload: Workload, rate_scale: float, requests: int | None) -> Workload:

@@ -108,7 +108,7 @@ class SessionsResult:
         took = (seen["ended"] - seen["began"]) / 1e6
         # A session that waits at the end counts although few of its requests were answered.
         long = (took > MEASURED_SECONDS) & ((seen["turns"] >= MEASURED_TURNS) | (seen["longest_wait"] > 300e6))
-        return np.where(long, took / np.maximum(seen["alone"] / 1e6, 30.0), np.nan)
+        return np.where(long, took / np.maximum(seen["alone"] / 1e6, 1e-6), np.nan)
 
     def figures(self) -> dict[str, float | None]:
         """The figures of sessions by name: rates, the part of prompt tokens that were cached, seconds, and slowdowns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import deque
@@ -76,7 +77,7 @@ class Shadow:
             more = self._advance(data)
             if not data and not more:
                 self._caught_up_at = self._now()
-                if not self._open_next():
+                if not self._open_restarted() and not self._open_next():
                     return
 
     def document(self) -> dict[str, object]:
@@ -117,6 +118,22 @@ class Shadow:
         self._read_at = self._now()
         self._rows: dict[str, deque[NDArray[Any]]] = {run: deque() for run in RUNS}
         self._counts: deque[tuple[float, int, int]] = deque([(self._now(), 0, 0)])
+
+    def _open_restarted(self) -> bool:
+        """Opens the journal of a restarted server, which begins anew, if there is one."""
+        own = os.fstat(self._file.fileno())
+        try:
+            first = self._path.stat()
+        except FileNotFoundError:
+            return False
+        replaced = first.st_mtime > own.st_mtime if self._number else first.st_ino != own.st_ino
+        if not replaced and own.st_size >= self._file.tell():
+            return False
+        self._file.close()
+        # The journals of the earlier server's engines are older.
+        self._number, self._created_at = 0, first.st_mtime
+        self._open()
+        return True
 
     def _open_next(self) -> bool:
         """Opens the journal of a restarted engine, if there is one. The journal of an earlier server is older than this process."""

@@ -10,8 +10,12 @@ from numpy.typing import NDArray
 
 from chairlift.bench.traces import HASH_BLOCK, TraceRequest
 from chairlift.errors import InvalidTrace
+from chairlift.scheduling import TIERS
 
-COLUMNS = ("arrival_us", "prompt", "output", "most", "tenant", "priority", "deadline_us", "ttft_deadline_us", "predicted", "names", "model")
+COLUMNS = (
+    *("arrival_us", "prompt", "output", "most", "tenant", "priority", "deadline_us", "ttft_deadline_us", "predicted", "names", "model"),
+    "tier",
+)
 """The columns of a request, as `_core.simulate` takes them."""
 
 DRAFT_COLUMNS = ("request", "position", "tokens", "accepted", "source")
@@ -25,8 +29,8 @@ class Workload:
 
     A request generates `output` tokens and may generate `most`. `tenant` is an index into `tenants`, pairs of name and weight. `names` has
     the names of all prompt blocks of `name_block` tokens, one request after the other; the column `names` has their number. Equal names
-    mean equal tokens up to the end of the block. `model` is an index into `models`, names that are "" for requests without one. `drafts`
-    has recorded drafts, int64 [M, len(DRAFT_COLUMNS)], ordered by request and position.
+    mean equal tokens up to the end of the block. `model` is an index into `models`, names that are "" for requests without one, and
+    `tier` one into `TIERS`. `drafts` has recorded drafts, int64 [M, len(DRAFT_COLUMNS)], ordered by request and position.
     """
 
     requests: NDArray[np.int64]
@@ -35,6 +39,8 @@ class Workload:
     name_block: int = HASH_BLOCK
     drafts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(DRAFT_COLUMNS)), np.int64))
     models: Sequence[str] = ("",)
+    lacks_sessions: bool = False
+    """Whether the requests were recorded with sessions, which are left out."""
 
     @classmethod
     def of(cls, lines: Sequence[TraceRequest], weights: Mapping[str, int] | None = None) -> Workload:
@@ -58,6 +64,7 @@ class Workload:
                 -1,
                 len(line.hash_ids or ()),
                 models[line.model or ""],
+                TIERS.index("default"),
             )
             for line in lines
         ]

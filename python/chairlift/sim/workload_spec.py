@@ -55,17 +55,18 @@ class WorkloadSpec:
         return self.output_tokens if self.trace is None else float(self.trace.column("output").mean())
 
     def sample(self, rate: float, seconds: float, seed: int) -> Workload:
-        """About `seconds` of requests at `rate` a second, within `MIN_REQUESTS` and `MAX_REQUESTS`. A timed trace is used whole."""
-        if self.trace is not None and self.timed:
-            own = len(self.trace) / (int(self.trace.column("arrival_us")[-1]) / 1e6)
-            return self.trace.faster(rate / own)
+        """About `seconds` of requests at `rate` a second, within `MIN_REQUESTS` and `MAX_REQUESTS`. A timed trace is repeated whole."""
         count = self._count(rate, seconds)
+        if self.trace is not None and self.timed:
+            repeated = self.trace.repeated(count)
+            own = count / (int(repeated.column("arrival_us")[-1]) / 1e6)
+            return repeated.faster(rate / own)
         times = np.rint(np.array(arrivals(count, rate, self.burstiness, seed)) * 1e6).astype(np.int64)
         return self._requests(count, seed).with_(arrival_us=times)
 
     def max_wait(self, rate: float, seconds: float) -> float:
         """The longest wait in seconds in a stable queue: 5 % of the duration. A longer one would grow without bound."""
-        return math.inf if self.timed else self._count(rate, seconds) / rate / 20
+        return self._count(rate, seconds) / rate / 20
 
     def isolated(self) -> Workload:
         """Requests so far apart that they never run together."""
@@ -101,7 +102,10 @@ class WorkloadSpec:
         return _draw(1 << (count - 1).bit_length(), self.prompt_tokens, self.output_tokens, self.spread, seed).first(count)
 
     def _count(self, rate: float, seconds: float) -> int:
-        return min(MAX_REQUESTS, max(MIN_REQUESTS, math.ceil(rate * seconds)))
+        count = min(MAX_REQUESTS, max(MIN_REQUESTS, math.ceil(rate * seconds)))
+        if self.trace is None or not self.timed:
+            return count
+        return math.ceil(count / len(self.trace)) * len(self.trace)
 
 
 @lru_cache(maxsize=32)

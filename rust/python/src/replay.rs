@@ -2,7 +2,7 @@
 
 use crate::errors::invalid;
 use crate::settings;
-use crate::simulate::{or_none, packed, report_dict};
+use crate::simulate::{interruptible, or_none, packed, report_dict};
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::exceptions::PyValueError;
@@ -40,8 +40,7 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
         read_ns_per_block: 0,
         draft_tokens: core::MAX_DRAFT,
     };
-    let report = py.detach(|| sim::simulate(config, sim::jobs(&parsed, &replayed), &machine));
-    let report = report.map_err(invalid)?;
+    let report = interruptible(py, |goes_on| sim::what_if(config, &parsed, &replayed, &machine, goes_on))?;
     let dict = PyDict::new(py);
     dict.set_item("config", settings::dict(py, &config)?)?;
     dict.set_item("report", report_dict(py, &report)?)?;
@@ -58,7 +57,9 @@ pub(crate) fn workload<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'
         let [prompt, output, most, tenant, names] = [spec.prompt, spec.output, spec.most, spec.tenant, spec.names].map(i64::from);
         let (deadline, ttft_deadline) = (numbers(spec.deadline), numbers(spec.ttft_deadline));
         let predicted = spec.predicted.map_or(-1, i64::from);
-        [spec.time as i64, prompt, output, most, tenant, spec.priority.into(), deadline, ttft_deadline, predicted, names, spec.model.into()]
+        let tier = core::Tier::NAMES.iter().position(|&(tier, _)| tier == spec.tier).expect("each tier has a name") as i64;
+        let (priority, model) = (spec.priority.into(), spec.model.into());
+        [spec.time as i64, prompt, output, most, tenant, priority, deadline, ttft_deadline, predicted, names, model, tier]
     });
     let dict = PyDict::new(py);
     dict.set_item("requests", packed(py, requests))?;
@@ -70,6 +71,10 @@ pub(crate) fn workload<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'
         [request as i64, position, tokens, accepted, draft.source.code().into()]
     });
     dict.set_item("drafts", packed(py, drafts))?;
+    dict.set_item(
+        "has_sessions",
+        parsed.calls.iter().any(|(_, call)| matches!(call, core::Call::Add(new) if new.request.session.is_some())),
+    )?;
     Ok(dict)
 }
 

@@ -12,9 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 /// Number of columns per request.
-const COLUMNS: usize = 11;
-/// Number of requests between two checks for an interrupt.
-const OFTEN: usize = 256;
+const COLUMNS: usize = 12;
 
 /// Curve points (tokens, microseconds), and microseconds per decoding sequence, context token and pair of tokens: see
 /// [`sim::StepTime`].
@@ -42,7 +40,7 @@ pub(crate) fn simulate<'py>(
     let config = changed_for_simulation(core::Config::default(), settings)?;
     let machine = machine(&config, step_time, draft_tokens)?;
     let routing = router::named(routing)?;
-    run(py, &workload, |jobs| sim::simulate_fleet(config, jobs, &machine, replicas, routing))
+    run(py, |goes_on| sim::simulate_fleet(config, workload.jobs(), &machine, replicas, routing, goes_on))
 }
 
 /// Runs requests through a scheduler for each model in virtual time, a step of one model at a time.
@@ -65,7 +63,7 @@ pub(crate) fn simulate_models<'py>(
         Ok(sim::SharedModel { config, machine: machine(&config, step_time, 0)?, weight, itl })
     });
     let models = models.collect::<PyResult<Vec<_>>>()?;
-    run(py, &workload, |jobs| sim::simulate_models(&models, jobs))
+    run(py, |goes_on| sim::simulate_models(&models, workload.jobs(), goes_on))
 }
 
 /// The requests of a workload, without drafts.
@@ -98,31 +96,32 @@ pub(crate) fn machine(config: &core::Config, step_time: StepTime, draft_tokens: 
     Ok(sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block, read_ns_per_block: 0, draft_tokens })
 }
 
-/// Simulates the workload's jobs without the GIL, and returns the reports. Signals are checked on the way.
-#[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
-fn run<'py>(
-    py: Python<'py>,
-    workload: &sim::Workload,
-    simulate: impl FnOnce(&mut (dyn Iterator<Item = sim::Job> + Send)) -> Result<Vec<sim::Report>, core::ConfigError> + Send,
-) -> PyResult<Bound<'py, PyList>> {
-    let mut interrupt = None;
-    let reports = py.detach(|| {
-        let mut jobs = workload.jobs().enumerate().map_while(|(at, job)| {
-            if at % OFTEN == 0 {
-                interrupt = Python::attach(|py| py.check_signals()).err();
-            }
-            interrupt.is_none().then_some(job)
-        });
-        simulate(&mut jobs)
-    });
-    if let Some(interrupt) = interrupt {
-        return Err(interrupt);
-    }
+/// Simulates without the GIL, and returns the reports.
+fn run(
+    py: Python<'_>,
+    simulate: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<Vec<sim::Report>, core::ConfigError> + Send,
+) -> PyResult<Bound<'_, PyList>> {
     let list = PyList::empty(py);
-    for report in reports.map_err(invalid)? {
+    for report in interruptible(py, simulate)? {
         list.append(report_dict(py, &report)?)?;
     }
     Ok(list)
+}
+
+/// Simulates without the GIL. The simulation asks now and then whether it goes on; a signal such as Ctrl-C ends it.
+#[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
+pub(crate) fn interruptible<T: Send>(
+    py: Python<'_>,
+    simulate: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, core::ConfigError> + Send,
+) -> PyResult<T> {
+    let mut interrupt = None;
+    let simulated = py.detach(|| {
+        simulate(&mut || {
+            interrupt = Python::attach(|py| py.check_signals()).err();
+            interrupt.is_none()
+        })
+    });
+    interrupt.map_or_else(|| simulated.map_err(invalid), Err)
 }
 
 fn spec(line: &[i64]) -> Option<sim::RequestSpec> {
@@ -140,6 +139,7 @@ fn spec(line: &[i64]) -> Option<sim::RequestSpec> {
         predicted: small(8),
         names: small(9)?,
         model: small(10)?,
+        tier: core::Tier::NAMES.get(usize::try_from(line[11]).ok()?)?.0,
     })
 }
 
@@ -197,7 +197,6 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
     dict.set_item("refused", &report.refused)?;
     dict.set_item("steps", report.steps)?;
     dict.set_item("chunks", report.chunks)?;
-    dict.set_item("ended_at", report.ended_at)?;
     let sums = report.utilization.sums();
     let sums = [sums.busy, sums.batch, sums.blocks, sums.max_batch as u64, sums.max_blocks as u64];
     dict.set_item("sums", sums.to_vec())?;

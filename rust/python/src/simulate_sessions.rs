@@ -1,9 +1,8 @@
 //! Simulations of sessions in a closed loop.
 
-use crate::errors::invalid;
 use crate::router;
 use crate::settings::changed_for_simulation;
-use crate::simulate::{StepTime, machine, packed, report_dict, workload};
+use crate::simulate::{StepTime, interruptible, machine, packed, report_dict, workload};
 use chairlift_core as core;
 use chairlift_sim as sim;
 use pyo3::buffer::PyBuffer;
@@ -26,7 +25,6 @@ type Beside = (PyBuffer<i64>, PyBuffer<i64>, u32);
 #[pyo3(signature = (sessions, parents, turns, block, tenants, users, settings, step_time, *, replicas = 1, routing = "round-robin",
     read_ns_per_block = 0, beside = None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
-#[allow(clippy::redundant_closure_for_method_calls)] // the method alone has too narrow a lifetime
 pub(crate) fn simulate_sessions<'py>(
     py: Python<'py>,
     sessions: PyBuffer<i64>,
@@ -53,17 +51,7 @@ pub(crate) fn simulate_sessions<'py>(
     let config = changed_for_simulation(core::Config::default(), settings)?;
     let machine = sim::Machine { read_ns_per_block, ..machine(&config, step_time, 0)? };
     let routing = router::named(routing)?;
-    let mut interrupt = None;
-    let report = py.detach(|| {
-        sim::simulate_sessions(config, &load, beside.jobs(), &machine, replicas, routing, || {
-            interrupt = Python::attach(|py| py.check_signals()).err();
-            interrupt.is_none()
-        })
-    });
-    if let Some(interrupt) = interrupt {
-        return Err(interrupt);
-    }
-    let report = report.map_err(invalid)?;
+    let report = interruptible(py, |goes_on| sim::simulate_sessions(config, &load, beside.jobs(), &machine, replicas, routing, goes_on))?;
     let dict = PyDict::new(py);
     dict.set_item("engines", report.engines.iter().map(|engine| report_dict(py, engine)).collect::<PyResult<Vec<_>>>()?)?;
     let rows = report.sessions.iter().map(|seen| {

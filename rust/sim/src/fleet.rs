@@ -1,5 +1,6 @@
 //! Several equal engines with clocks of their own and their router. They tell each other their tenants' service.
 
+use crate::goes_on::GoesOn;
 use crate::job::Job;
 use crate::machine::Machine;
 use crate::replica::{Numbered, Replica};
@@ -80,15 +81,15 @@ impl Fleet {
         self.engines[engine].arrive(job);
     }
 
-    /// Runs until `until`, or until no engine has work. Steps in flight at `until` are completed.
-    pub(crate) fn advance(&mut self, until: Time) {
-        let mut goes_on = true;
-        while let Some(at) = self.exchange_at.filter(|&at| goes_on && at < until) {
-            goes_on = self.advance_each(at);
+    /// Runs until `until`, until no engine has work, or while `goes_on`. Steps in flight at `until` are completed.
+    pub(crate) fn advance(&mut self, until: Time, goes_on: &mut GoesOn<'_>) {
+        let mut can_go_on = true;
+        while let Some(at) = self.exchange_at.filter(|&at| can_go_on && at < until) {
+            can_go_on = self.advance_each(at, goes_on);
             self.exchange();
             self.exchange_at = Some(at + EXCHANGE_INTERVAL);
         }
-        self.advance_each(until);
+        self.advance_each(until, goes_on);
         self.exchange_at = self.exchange_at.map(|at| at.max(until));
     }
 
@@ -117,14 +118,14 @@ impl Fleet {
     }
 
     /// Runs until all jobs have ended.
-    pub(crate) fn finish(mut self) -> Vec<Report> {
-        self.advance(Time::MAX);
+    pub(crate) fn finish(mut self, goes_on: &mut GoesOn<'_>) -> Vec<Report> {
+        self.advance(Time::MAX, goes_on);
         self.into_reports()
     }
 
     /// Returns whether an engine can go on without a new request.
-    fn advance_each(&mut self, until: Time) -> bool {
-        self.engines.iter_mut().fold(false, |goes_on, engine| engine.advance(until) | goes_on)
+    fn advance_each(&mut self, until: Time, goes_on: &mut GoesOn<'_>) -> bool {
+        self.engines.iter_mut().fold(false, |can_go_on, engine| engine.advance(until, goes_on) | can_go_on)
     }
 
     /// Tells each engine what the others had reported at the last exchange, and asks it for its own. The server asks all
@@ -219,7 +220,7 @@ mod tests {
             if job.time > 100 * SECOND {
                 break;
             }
-            fleet.advance(job.time);
+            fleet.advance(job.time, &mut GoesOn::new(|| true));
             if looked_at + 10_000 <= job.time {
                 looked_at = job.time;
                 let difference = given(&fleet, &tenants[1]) - given(&fleet, &tenants[0]);

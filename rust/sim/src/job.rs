@@ -1,6 +1,6 @@
 //! The input of a simulation.
 
-use chairlift_core::{Request, STOP, Time, Token, VerifiedDraft};
+use chairlift_core::{Request, STOP, Tier, Time, Token, VerifiedDraft};
 use std::sync::Arc;
 
 /// A simulated request.
@@ -53,6 +53,8 @@ pub struct RequestSpec {
     pub names: u32,
     /// Index of the request's model, where there are several.
     pub model: u32,
+    /// The request's tier.
+    pub tier: Tier,
 }
 
 /// Requests given by their lengths. Their tokens are generated on arrival.
@@ -60,7 +62,7 @@ pub struct RequestSpec {
 pub struct Workload {
     /// Requests in order of arrival.
     pub specs: Vec<RequestSpec>,
-    /// Names and weights of the tenants.
+    /// Names and weights of the tenants. A tenant with requests of several weights or tiers is here several times.
     pub tenants: Vec<(Arc<str>, u32)>,
     /// Names of the blocks of all prompts, one request after another. Equal names mean equal content up to the block's end.
     pub names: Vec<u64>,
@@ -98,6 +100,7 @@ impl Workload {
             priority: spec.priority,
             tenant: Arc::clone(tenant),
             weight: *weight,
+            tier: spec.tier,
             deadline: spec.deadline.map(|after| spec.time + after),
             ttft_deadline: spec.ttft_deadline.map(|after| spec.time + after),
             predicted_tokens: spec.predicted,

@@ -3,6 +3,7 @@
 
 mod drafts;
 mod fleet;
+mod goes_on;
 mod histogram;
 mod job;
 mod live;
@@ -28,7 +29,7 @@ pub use machine::Machine;
 pub use models::{SharedModel, simulate_models};
 pub use recorded::recorded;
 pub use report::{Report, percentile};
-pub use run::{simulate, simulate_fleet};
+pub use run::{simulate, simulate_fleet, what_if};
 pub use service::Service;
 pub use session::{Session, Turn};
 pub use sessions::{ClosedLoop, SessionSeen, SessionsReport, simulate_sessions};

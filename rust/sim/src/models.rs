@@ -1,6 +1,7 @@
 //! Several models on one machine, whose engines take turns: a step of one model runs at a time, as in a server with
 //! several models.
 
+use crate::goes_on::GoesOn;
 use crate::job::Job;
 use crate::machine::Machine;
 use crate::replica::Replica;
@@ -24,16 +25,24 @@ pub struct SharedModel {
 }
 
 /// Simulates `jobs`, given in order of arrival, until all have ended. [`Job::model`] is an index into `models`. Returns
-/// a report for each model. All models are loaded from the start.
+/// a report for each model. All models are loaded from the start. Asks `goes_on` now and then whether to go on.
 ///
 /// Panics if a job's model is missing.
-pub fn simulate_models(models: &[SharedModel], jobs: impl IntoIterator<Item = Job>) -> Result<Vec<Report>, ConfigError> {
+pub fn simulate_models(
+    models: &[SharedModel],
+    jobs: impl IntoIterator<Item = Job>,
+    goes_on: impl FnMut() -> bool,
+) -> Result<Vec<Report>, ConfigError> {
     let mut turns = Turns::new(models)?;
+    let mut goes_on = GoesOn::new(goes_on);
     for job in jobs {
-        turns.advance(job.time);
+        if !goes_on.ask() {
+            break;
+        }
+        turns.advance(job.time, &mut goes_on);
         turns.arrive(job);
     }
-    turns.advance(Time::MAX);
+    turns.advance(Time::MAX, &mut goes_on);
     Ok(turns.engines.into_iter().map(Replica::into_report).collect())
 }
 
@@ -58,9 +67,9 @@ impl Turns {
         Ok(Self { wakes_at: vec![None; engines.len()], engines, arbiter, now: 0, share_at: 0 })
     }
 
-    /// Runs until `until`, or until no engine has work. A step in flight at `until` is completed.
-    fn advance(&mut self, until: Time) {
-        while self.now < until {
+    /// Runs until `until`, until no engine has work, or while `goes_on`. A step in flight at `until` is completed.
+    fn advance(&mut self, until: Time, goes_on: &mut GoesOn<'_>) {
+        while self.now < until && goes_on.ask() {
             self.wake();
             self.predict();
             if let Some(model) = self.arbiter.choose(self.now) {

@@ -1,6 +1,7 @@
 //! A simulated engine: a scheduler with a virtual clock.
 
 use crate::drafts::Drafts;
+use crate::goes_on::GoesOn;
 use crate::job::Job;
 use crate::live::Live;
 use crate::machine::Machine;
@@ -8,6 +9,7 @@ use crate::report::Report;
 use crate::step_time::StepTime;
 use crate::storage::Storage;
 use crate::utilization::Sample;
+use crate::what_if::Input;
 use chairlift_core::{Config, ConfigError, EngineView, Outputs, Preparation, Request, Scheduler, StepPlan, Time, Timeline};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -53,14 +55,17 @@ impl Replica {
         })
     }
 
-    /// Runs until `until`, or until there is no work. A step in flight at `until` is completed. Returns whether it can go on
-    /// then without a new request.
-    pub(crate) fn advance(&mut self, until: Time) -> bool {
-        let mut goes_on = true;
+    /// Runs until `until`, until there is no work, or while `goes_on`. A step in flight at `until` is completed. Returns whether it can go
+    /// on then without a new request.
+    pub(crate) fn advance(&mut self, until: Time, goes_on: &mut GoesOn<'_>) -> bool {
+        let mut can_go_on = true;
         while self.has_work(until) {
-            goes_on = self.advance_a_step(until);
+            if !goes_on.ask() {
+                return false;
+            }
+            can_go_on = self.advance_a_step(until);
         }
-        goes_on && !self.scheduler.is_idle()
+        can_go_on && !self.scheduler.is_idle()
     }
 
     /// Whether the engine has a request and has not come to `until`.
@@ -121,6 +126,14 @@ impl Replica {
     /// Tags of the jobs whose prompts were computed, or that have ended, since the last call.
     pub(crate) fn take_computed(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.computed)
+    }
+
+    /// Takes what a journal has at `time`. Call `advance` to that time first.
+    pub(crate) fn enter(&mut self, input: Input, time: Time) {
+        match input {
+            Input::Request(job) => self.arrive(*job),
+            Input::Session(tenant, session, event) => _ = self.scheduler.note_session(&tenant, &session, event, time),
+        }
     }
 
     /// Adds a request. Call `advance` to its arrival time first.

@@ -2,6 +2,7 @@
 //! and the recorded time has passed.
 
 use crate::fleet::Fleet;
+use crate::goes_on::GoesOn;
 use crate::job::Job;
 use crate::machine::Machine;
 use crate::random::Random;
@@ -19,8 +20,6 @@ const START: Time = 60_000_000;
 const PAUSE: (Time, Time) = (5_000_000, 60_000_000);
 /// Microseconds between a request of the main thread and the first of its subagents.
 const SPAWN: Time = 500_000;
-/// Number of requests between two questions whether to go on.
-const OFTEN: u64 = 32;
 
 /// Users of sessions, and for how long they go on.
 #[derive(Clone, Debug)]
@@ -71,8 +70,6 @@ pub struct SessionsReport {
     pub sessions: Vec<SessionSeen>,
     /// The mean tokens of all live sessions' contexts after the warm-up. With a cache that loses nothing it is the working set.
     pub context_tokens: u64,
-    /// Requests that were refused. Their sessions ended there.
-    pub refused: u64,
 }
 
 /// Simulates users of sessions, and the requests `beside` them in the order of arrival, which get new tags. Asks `goes_on` now and then
@@ -87,7 +84,7 @@ pub fn simulate_sessions(
     goes_on: impl FnMut() -> bool,
 ) -> Result<SessionsReport, ConfigError> {
     let fleet = Fleet::new(config, machine, engines.max(1), routing)?;
-    Ok(Users::new(users, machine, fleet, config.max_num_batched_tokens).run(beside.peekable(), goes_on))
+    Ok(Users::new(users, machine, fleet, config.max_num_batched_tokens).run(beside.peekable(), &mut GoesOn::new(goes_on)))
 }
 
 /// A thread of a session's replay.
@@ -99,6 +96,8 @@ struct Thread {
     sent: Option<Time>,
     /// Tokens of its context.
     context: u32,
+    /// If it is a subagent, microseconds that its requests would have taken alone.
+    alone: Time,
 }
 
 /// A session's replay.
@@ -108,6 +107,23 @@ struct Replay {
     /// Subagents that have not ended.
     subagents: u32,
     seen: SessionSeen,
+}
+
+impl Replay {
+    /// Adds to the time that a thread would have taken alone. That of the main thread is the session's.
+    fn add_alone(&mut self, thread: usize, time: Time) {
+        match thread {
+            _ if self.seen.began == 0 => {}
+            0 => self.seen.alone += time,
+            _ => self.threads[thread].alone += time,
+        }
+    }
+
+    /// Adds the time of the subagents that ran side by side: the longest of theirs.
+    fn join_subagents(&mut self) {
+        let longest = self.threads.iter_mut().map(|thread| std::mem::take(&mut thread.alone)).max();
+        self.seen.alone += longest.unwrap_or(0);
+    }
 }
 
 struct Users<'a> {
@@ -125,7 +141,6 @@ struct Users<'a> {
     tags: u64,
     /// Ended and refused requests of each engine that were looked at.
     looked_at: Vec<(usize, usize)>,
-    refused: u64,
     contexts: Contexts,
 }
 
@@ -143,7 +158,6 @@ impl<'a> Users<'a> {
             events: BinaryHeap::new(),
             sent: HashMap::new(),
             tags: 0,
-            refused: 0,
             contexts: Contexts { from: load.warm_up, ..Contexts::default() },
         };
         for _ in 0..load.users {
@@ -154,13 +168,16 @@ impl<'a> Users<'a> {
         users
     }
 
-    fn run(mut self, mut beside: Peekable<impl Iterator<Item = Job>>, mut goes_on: impl FnMut() -> bool) -> SessionsReport {
+    fn run(mut self, mut beside: Peekable<impl Iterator<Item = Job>>, goes_on: &mut GoesOn<'_>) -> SessionsReport {
         loop {
             let event = self.events.peek().map_or(Time::MAX, |Reverse((at, ..))| *at);
             let next = beside.peek().map_or(Time::MAX, |job| job.time).min(event).min(self.load.until);
+            if !goes_on.ask() {
+                break;
+            }
             if self.fleet.advance_a_step(next) {
                 self.take_ended();
-            } else if next >= self.load.until || (self.tags.is_multiple_of(OFTEN) && !goes_on()) {
+            } else if next >= self.load.until {
                 break;
             } else if let Some(job) = beside.next_if(|job| job.time <= next) {
                 self.send_beside(job);
@@ -175,19 +192,22 @@ impl<'a> Users<'a> {
     fn finish(mut self) -> SessionsReport {
         let until = self.load.until;
         self.contexts.change(until, 0, 0);
-        for replay in &mut self.replays {
-            // A request that waits at the end has waited for that long.
-            let waits = replay.threads.iter().filter_map(|thread| thread.sent).map(|sent| until.saturating_sub(sent)).max();
-            if let Some(waits) = waits {
+        for number in 0..self.replays.len() {
+            for thread in 0..self.replays[number].threads.len() {
+                // A request that waits at the end has waited for that long.
+                let Some(sent) = self.replays[number].threads[thread].sent else { continue };
+                let (waits, alone) = (until.saturating_sub(sent), self.alone(number, thread));
+                let replay = &mut self.replays[number];
                 replay.seen.longest_wait = replay.seen.longest_wait.max(waits);
                 replay.seen.ended = until;
+                replay.add_alone(thread, alone.min(waits));
             }
+            self.replays[number].join_subagents();
         }
         SessionsReport {
             engines: self.fleet.into_reports(),
             sessions: self.replays.iter().map(|replay| replay.seen).filter(|seen| seen.began > 0).collect(),
             context_tokens: self.contexts.mean(until),
-            refused: self.refused,
         }
     }
 
@@ -260,25 +280,31 @@ impl<'a> Users<'a> {
         }
         for tag in refused {
             if let Some((replay, thread)) = self.sent.remove(&tag) {
-                self.refused += 1;
                 let at = self.replays[replay].threads[thread].sent.expect("it was sent");
                 self.end(at, replay, false);
             }
         }
     }
 
+    /// Microseconds that the request of a thread would take alone.
+    fn alone(&self, number: usize, thread: usize) -> Time {
+        let replay = &self.replays[number];
+        let at = replay.threads[thread].next;
+        let turn = &self.load.sessions[replay.session].threads[thread][at];
+        self.machine.alone(turn, self.fresh[replay.session][thread][at], self.step_tokens)
+    }
+
     fn answered(&mut self, number: usize, thread: usize, answer: &Answer) {
+        let alone = self.alone(number, thread);
         let replay = &mut self.replays[number];
         let session = &self.load.sessions[replay.session];
-        let at = replay.threads[thread].next;
-        let turn = &session.threads[thread][at];
-        let fresh = self.fresh[replay.session][thread][at];
+        let turn = &session.threads[thread][replay.threads[thread].next];
         let now = answer.ended;
         if replay.seen.began > 0 {
             let seen = &mut replay.seen;
             (seen.turns, seen.ended) = (seen.turns + 1, now);
             seen.longest_wait = seen.longest_wait.max(answer.wait);
-            seen.alone += self.machine.alone(turn, fresh, self.step_tokens);
+            replay.add_alone(thread, alone);
         }
         let state = &mut replay.threads[thread];
         let before = std::mem::replace(&mut state.context, turn.prompt + turn.output);
@@ -298,6 +324,7 @@ impl<'a> Users<'a> {
         match session.threads[thread].get(replay.threads[thread].next) {
             Some(turn) if thread == 0 && turn.subagents.1 > 0 => {
                 replay.subagents = turn.subagents.1;
+                replay.add_alone(0, SPAWN);
                 for subagent in turn.subagents.0..turn.subagents.0 + turn.subagents.1 {
                     self.wake(now + SPAWN, number, subagent as usize);
                 }
@@ -310,6 +337,7 @@ impl<'a> Users<'a> {
                 let last = replay.subagents == 0;
                 self.contexts.change(now, context, 0);
                 if last {
+                    self.replays[number].join_subagents();
                     let next = &session.threads[0][self.replays[number].threads[0].next];
                     self.think(now, next, number, 0);
                 }
@@ -319,10 +347,7 @@ impl<'a> Users<'a> {
 
     fn think(&mut self, now: Time, turn: &Turn, number: usize, thread: usize) {
         let think = turn.think.min(self.load.longest_think);
-        let seen = &mut self.replays[number].seen;
-        if seen.began > 0 && (thread == 0 || self.replays[number].subagents <= 1) {
-            self.replays[number].seen.alone += think;
-        }
+        self.replays[number].add_alone(thread, think);
         self.wake(now + think, number, thread);
     }
 
@@ -330,6 +355,7 @@ impl<'a> Users<'a> {
     fn end(&mut self, now: Time, number: usize, complete: bool) {
         let replay = &mut self.replays[number];
         replay.seen.complete = complete;
+        replay.join_subagents();
         let context: u32 = replay.threads.iter_mut().map(|thread| std::mem::take(&mut thread.context)).sum();
         self.sent.retain(|_, (replay, _)| *replay != number);
         self.events.retain(|Reverse((_, _, replay, _))| *replay != number);

@@ -1,12 +1,13 @@
 //! A recorded engine in virtual time while it runs, beside some with other settings.
 
+use crate::goes_on::GoesOn;
 use crate::job::Job;
 use crate::machine::Machine;
 use crate::replica::Replica;
 use crate::report::Report;
 use crate::step_time::StepTime;
-use crate::what_if::{Grammars, arrived, forked, set_output};
-use chairlift_core::{Call, Config, ConfigError, EndedRequest, Follower, JournalError, Request, SessionEvent, Tier, Time};
+use crate::what_if::{Grammars, Input, arrived, forked, set_output};
+use chairlift_core::{Call, Config, ConfigError, EndedRequest, Follower, JournalError, Request, Tier, Time};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -63,11 +64,6 @@ pub struct Recorded {
     pub tier: Tier,
     /// What it had when it ended.
     pub ended: EndedRequest,
-}
-
-enum Input {
-    Request(Box<Job>),
-    Session(Arc<str>, Arc<str>, SessionEvent),
 }
 
 /// A request that has not ended.
@@ -134,20 +130,18 @@ impl Shadow {
         if self.follower.journal().step_model.is_none() {
             return false;
         }
+        let mut goes_on = GoesOn::new(|| true);
         for _ in 0..requests {
             let Some((key, input)) = self.next() else {
                 let until = self.inputs.first_key_value().map_or(self.now(), |(&(time, _), _)| time);
                 for engine in &mut self.engines {
-                    engine.advance(until);
+                    engine.advance(until, &mut goes_on);
                 }
                 return false;
             };
             for engine in &mut self.engines {
-                engine.advance(key.0);
-                match &input {
-                    Input::Request(job) => engine.arrive((**job).clone()),
-                    Input::Session(tenant, session, event) => _ = engine.scheduler().note_session(tenant, session, *event, key.0),
-                }
+                engine.advance(key.0, &mut goes_on);
+                engine.enter(input.clone(), key.0);
             }
             self.counts.simulated += u64::from(matches!(input, Input::Request(_)));
         }
@@ -173,7 +167,12 @@ impl Shadow {
 
     /// The results since the last call: those with the recorded settings and with each of the others, and the recorded ones.
     pub fn take(&mut self) -> (Vec<Report>, Vec<Recorded>) {
-        (self.engines.iter_mut().map(Replica::take_report).collect(), std::mem::take(&mut self.recorded))
+        let report = |engine: &mut Replica| {
+            // Without a router nobody else takes these.
+            engine.take_computed();
+            engine.take_report()
+        };
+        (self.engines.iter_mut().map(report).collect(), std::mem::take(&mut self.recorded))
     }
 
     fn call(&mut self, time: Time, begins: Time, call: Call) {

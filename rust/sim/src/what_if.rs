@@ -1,20 +1,37 @@
 //! Jobs from a recorded journal, for simulation under other settings.
 
 use crate::job::{Job, RequestSpec, Workload};
-use chairlift_core::{Arrival, Call, FinishReason, ParsedJournal, Preparation, Replayed, Request, Resumed, Time, Timeline, VerifiedDraft};
+use chairlift_core::{
+    Arrival, Call, FinishReason, ParsedJournal, Preparation, Replayed, Request, Resumed, SessionEvent, Time, Timeline, VerifiedDraft,
+};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+
+/// What a journal has for a simulated engine.
+#[derive(Clone, Debug)]
+pub(crate) enum Input {
+    Request(Box<Job>),
+    /// What a tenant said of one of its sessions.
+    Session(Arc<str>, Arc<str>, SessionEvent),
+}
 
 /// The requests of a journal with their recorded outputs, taken from its
 /// [replay](ParsedJournal::replay). A request that its caller cancelled is cancelled after the same time. A request
 /// that missed its deadline gets the output length that its caller predicted, or else its maximum.
 pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
+    let inputs = inputs(journal, replayed).into_iter();
+    inputs.filter_map(|(_, input)| if let Input::Request(job) = input { Some(*job) } else { None }).collect()
+}
+
+/// The requests of a journal, and what callers said of their sessions, in the order of time. See [`jobs`].
+pub(crate) fn inputs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<(Time, Input)> {
     let by_tag: HashMap<u64, &Timeline> = replayed.ended.iter().map(|timeline| (timeline.tag, timeline)).collect();
     let mut drafts: HashMap<u64, Vec<VerifiedDraft>> = HashMap::new();
     for &(arrival_number, draft) in &replayed.drafts {
         drafts.entry(arrival_number).or_default().push(draft);
     }
     let mut jobs: Vec<Job> = Vec::new();
+    let mut notes = Vec::new();
     let mut grammars = Grammars::default();
     let begins = journal.begins();
     for (time, call) in &journal.calls {
@@ -33,6 +50,10 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
                 // Requests and forks are numbered in order of arrival.
                 forked(&jobs[*parent as usize], *tag, time - begins)
             }
+            Call::NoteSession { tenant, session, event } => {
+                notes.push((time - begins, jobs.len(), Input::Session(Arc::clone(tenant), Arc::clone(session), *event)));
+                continue;
+            }
             _ => continue,
         };
         let arrival_number = jobs.len() as u64;
@@ -41,9 +62,12 @@ pub fn jobs(journal: &ParsedJournal, replayed: &Replayed) -> Vec<Job> {
         job.drafts = drafts.remove(&arrival_number).unwrap_or_default();
         jobs.push(job);
     }
+    // A note comes before the requests that were recorded after it.
+    let jobs = jobs.into_iter().zip(1..).map(|(job, number)| (job.time, number, Input::Request(Box::new(job))));
+    let mut inputs: Vec<_> = notes.into_iter().chain(jobs).collect();
     // The scheduler may receive a request after one that arrived later.
-    jobs.sort_by_key(|job| job.time);
-    jobs
+    inputs.sort_by_key(|&(time, number, ref input)| (time, number, matches!(input, Input::Session(..))));
+    inputs.into_iter().map(|(time, _, input)| (time, input)).collect()
 }
 
 /// A recorded request without its output. Times and deadlines count from `begins`, which a deadline may precede.
@@ -117,15 +141,17 @@ fn begin_later(jobs: &mut [Job], request: usize, time: Time) {
 }
 
 /// The requests of a journal by their lengths, for another load or machine. In contrast to [`jobs`], an aborted request
-/// ends with the tokens that it had, and prompts share only what earlier prompts have, not earlier outputs.
+/// ends with the tokens that it had, and prompts share only what earlier prompts have, not earlier outputs. Sessions are left out: at
+/// other times, what their callers said of them would not hold.
 pub fn recorded_workload(journal: &ParsedJournal, replayed: &Replayed) -> Workload {
     let made: HashMap<u64, u32> = replayed.ended.iter().map(|timeline| (timeline.tag, timeline.output_tokens)).collect();
     let mut workload = Workload { name_block: journal.config.block_size, ..Workload::default() };
     let mut tenants = HashMap::new();
     for (job, at) in jobs(journal, replayed).into_iter().zip(0..) {
-        let Request { tag, prompt, max_new_tokens, tenant, weight, priority, deadline, ttft_deadline, predicted_tokens, .. } = job.request;
+        let Request { tag, prompt, max_new_tokens, tenant, weight, tier, priority, deadline, ttft_deadline, predicted_tokens, .. } =
+            job.request;
         let output = if job.cancelled_at.is_some() { made[&tag].max(1) } else { job.len };
-        let number = *tenants.entry(Arc::clone(&tenant)).or_insert_with(|| {
+        let number = *tenants.entry((Arc::clone(&tenant), weight, tier as u8)).or_insert_with(|| {
             workload.tenants.push((tenant, weight));
             workload.tenants.len() as u32 - 1
         });
@@ -141,6 +167,7 @@ pub fn recorded_workload(journal: &ParsedJournal, replayed: &Replayed) -> Worklo
             predicted: predicted_tokens,
             names: job.names.len() as u32,
             model: 0,
+            tier,
         });
         workload.names.extend(job.names);
         workload.drafts.extend(job.drafts.into_iter().map(|draft| (at, draft)));

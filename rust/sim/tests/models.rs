@@ -1,7 +1,7 @@
 //! The guarantees of docs/several-models.md, measured in virtual time.
 
-use chairlift_core::{Config, Fair, FinishReason, MAX_WAIT, Request, Time, Timeline};
-use chairlift_sim::{Job, Machine, Report, SharedModel, StepTime, percentile, simulate, simulate_models};
+use chairlift_core::{Config, Fair, FinishReason, MAX_WAIT, Request, Routing, Time, Timeline};
+use chairlift_sim::{Job, Machine, Report, SharedModel, StepTime, percentile, simulate, simulate_fleet, simulate_models};
 use std::sync::Arc;
 
 const MS: Time = 1000;
@@ -30,7 +30,7 @@ fn overload(model: usize, tags: u64, until: Time) -> impl Iterator<Item = Job> {
 fn run(models: &[SharedModel], jobs: impl IntoIterator<Item = Job>) -> Vec<Report> {
     let mut jobs: Vec<Job> = jobs.into_iter().collect();
     jobs.sort_by_key(|job| job.time);
-    let reports = simulate_models(models, jobs.iter().cloned()).expect("sound configs");
+    let reports = simulate_models(models, jobs.iter().cloned(), || true).expect("sound configs");
     for (model, report) in reports.iter().enumerate() {
         assert_eq!(report.ended.len(), jobs.iter().filter(|job| job.model == model).count(), "every request ends at its model");
         assert_eq!(report.utilization.sums().busy, report.stats.unwrap().counters.step_us, "a model is busy during its own steps");
@@ -141,6 +141,22 @@ fn one_model_is_served_as_without_others() {
     assert_eq!(format!("{:?}", others[1].ended), format!("{:?}", single.ended));
     assert_eq!((others[1].steps, busy(&others[1])), (single.steps, busy(&single)));
     assert_eq!((others[0].steps, others[0].ended.len()), (0, 0));
+}
+
+#[test]
+fn a_simulation_ends_soon_when_its_caller_says_so() {
+    let jobs = || (0..100).map(|tag| job(0, 0, tag, 10, 500));
+    let shared = model(20, 1, None);
+    let model = SharedModel { config: Config { scheduling_policy: &Fair, ..shared.config }, ..shared };
+    let mut asked = 0;
+    let mut stops = || {
+        asked += 1;
+        false
+    };
+    let engines = simulate_fleet(model.config, jobs(), &model.machine, 2, Routing::RoundRobin, &mut stops).unwrap();
+    let models = simulate_models(&[model], jobs(), &mut stops).unwrap();
+    assert!(engines.iter().chain(&models).all(|report| report.ended.is_empty() && (1..256).contains(&report.steps)));
+    assert_eq!(asked, 2);
 }
 
 #[test]

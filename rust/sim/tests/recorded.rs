@@ -1,7 +1,7 @@
 //! A recorded journal in the format of a simulation, with two steps in flight, as on a GPU.
 
-use chairlift_core::{Config, Continues, FinishReason, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time, Token};
-use chairlift_sim::{Histogram, Machine, StepTime, Sums, jobs, recorded, simulate};
+use chairlift_core::{Config, Continues, FinishReason, Outputs, ParsedJournal, Recorder, Request, Scheduler, SessionEvent, Time, Token};
+use chairlift_sim::{Histogram, Machine, StepTime, Sums, jobs, recorded, what_if};
 use std::sync::Arc;
 
 const BEGINS: Time = 10_000;
@@ -74,6 +74,39 @@ fn a_deadline_before_the_first_call_has_passed_in_the_simulation_too() {
 }
 
 #[test]
+fn sessions_that_said_that_they_end_let_the_next_begin_in_a_simulated_run_too() {
+    let config = Config { num_kv_blocks: 41, max_num_batched_tokens: 32, max_num_seqs: 4, max_model_len: 128, ..Config::default() };
+    let config = Config { block_size: 4, ..config };
+    let mut core = Recorder::on(Scheduler::new(config).unwrap());
+    let (mut outputs, mut now, tenant) = (Outputs::default(), BEGINS, Arc::from("t"));
+    for number in 0..6 {
+        let session: Arc<str> = format!("s{number}").into();
+        for turn in 0..3 {
+            let scheduling = Request { tenant: Arc::clone(&tenant), session: Some(Arc::clone(&session)), ..Request::default() };
+            let prompt = vec![1000 + number as Token; 60 + 15 * turn as usize];
+            core.add(Request { tag: 3 * number + turn, prompt, max_new_tokens: 8, ..scheduling }, now).unwrap();
+            while !core.is_idle() {
+                let plan = core.plan(now).expect("nobody else has the cache");
+                now += 2000 + 1000 * Time::from(plan.load.prefill_tokens);
+                let sampled = vec![5; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
+                core.commit(plan, &sampled, now, &mut outputs);
+            }
+            now += 50_000;
+        }
+        core.note_session(&tenant, &session, SessionEvent::Ended, now);
+    }
+    let mut bytes = Vec::new();
+    core.take_journal(&mut bytes);
+    let journal = ParsedJournal::read(&bytes).unwrap();
+    let (replayed, report) = recorded(&journal).unwrap();
+    let step = StepTime::learned(replayed.scheduler.model());
+    let machine = Machine { step, swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
+    let simulated = what_if(config, &journal, &replayed, &machine, || true).unwrap();
+    let [recorded, simulated] = [report, simulated].map(|report| *report.ttft(|_| true).last().unwrap());
+    assert!(simulated < 2 * recorded, "{simulated} µs to a first token, {recorded} µs recorded");
+}
+
+#[test]
 fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequences() {
     let config = Config { num_kv_blocks: 65, max_num_batched_tokens: 64, max_num_seqs: 4, max_model_len: 512, ..Config::default() };
     let mut core = Recorder::on(Scheduler::new(config).unwrap());
@@ -101,7 +134,7 @@ fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequ
     let (replayed, report) = recorded(&journal).unwrap();
     let machine =
         Machine { step: StepTime::linear([1000.0, 0.0, 0.0, 0.0, 0.0]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
-    let simulated = simulate(config, jobs(&journal, &replayed), &machine).unwrap();
+    let simulated = what_if(config, &journal, &replayed, &machine, || true).unwrap();
     let [recorded, simulated] = [report, simulated].map(|report| report.stats.unwrap().counters);
     assert_eq!(recorded.prefix_queries, simulated.prefix_queries);
     // A held sequence has its last block too, which is not full, and all but the last token of its answer.

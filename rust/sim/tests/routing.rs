@@ -26,7 +26,7 @@ fn ttft(routing: Routing) -> Vec<Time> {
         job(now, tag, if random(4) == 0 { 4000 } else { 100 }, 1 + random(40) as u32)
     });
     let jobs: Vec<Job> = jobs.collect();
-    let reports = simulate_fleet(config, jobs, &machine, 4, routing).expect("a sound config");
+    let reports = simulate_fleet(config, jobs, &machine, 4, routing, || true).expect("a sound config");
     let mut times: Vec<Time> = reports.iter().flat_map(|report| report.ttft(|_| true)).collect();
     times.sort_unstable();
     times

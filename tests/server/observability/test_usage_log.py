@@ -230,5 +230,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert main(["usage", str(tmp_path / "none")]) == 2
     assert "is not a directory: name the one that was given to --usage-log" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        main(["usage", str(tmp_path), "--since", "2026-11"])
+    assert "--since: expected a day like 2026-11-01, got '2026-11'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main(["usage", str(tmp_path), "--by", "tenant,colour"])
     assert "cannot group by 'colour': expected day, tenant, tier, model" in capsys.readouterr().err
