@@ -62,6 +62,7 @@ pub use simd::{Isa, TileSupport};
 pub use step::{Step, StepError};
 pub use tensor::{MakeBytes, Numbers, ReadError, Source, Tensor};
 pub use weights::{DType, Matrix, Merge, PackError};
+pub use zeroed::OutOfMemory;
 
 /// ggml's type numbers of the block types that [`DType::Kept`] supports. Types with a grid are among them once [`provide_grid`] has set it.
 pub fn block_types() -> Vec<u32> {

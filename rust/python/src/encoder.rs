@@ -10,7 +10,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::errors::invalid;
+use crate::errors::{invalid, taken, unknown};
 use crate::linear::Linear;
 use crate::threads::{lock, started};
 
@@ -29,10 +29,6 @@ fn norm_of(py: Python<'_>, norm: Option<&NormArgs>) -> PyResult<Option<cpu::Norm
         Ok(cpu::Norm { weight: weight.to_vec(py)?, bias })
     };
     norm.map(read).transpose()
-}
-
-fn unknown(what: &str, name: &str) -> PyErr {
-    PyValueError::new_err(format!("no {what} is called {name:?}"))
 }
 
 /// One block of an encoder. The encoder takes ownership of it.
@@ -123,7 +119,7 @@ impl Encoder {
             _ => return Err(unknown("pooling", pooling)),
         };
         let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
-        let blocks = blocks.ok_or_else(|| PyValueError::new_err("these blocks belong to a model already"))?;
+        let blocks = blocks.ok_or_else(|| taken("blocks"))?;
         let ropes = ropes.iter().map(|rope| Ok(cpu::Rope { frequencies: rope.to_vec(py)?, scale: 1.0 })).collect::<PyResult<_>>()?;
         let embeddings = cpu::Embeddings {
             tokens: tokens.take()?.into_matrix(),
