@@ -1145,6 +1145,10 @@ class Decoder:
         """
 
     @property
+    def progress(self) -> int:
+        """A number that changes while the threads compute."""
+
+    @property
     def pool(self) -> ThreadPool:
         """The threads, which also sample between steps."""
 
@@ -1231,6 +1235,10 @@ class Encoder:
         added to scores by how far the key is after the query, from 1 - longest on. `ropes` are radians per position of each pair.
         `longest` is the most tokens of a text.
         """
+
+    @property
+    def progress(self) -> int:
+        """A number that changes while the threads compute."""
 
     def embed(self, ids: NDArray[np.int32], types: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Writes the texts' results to `out` [texts, width], without the GIL. The width is that of the last dense layer.

@@ -31,6 +31,7 @@ class EncoderRunner(Runner):
     """A runner that computes embeddings of texts instead of tokens.
 
     A text is computed whole in the step that has its last token, so keys and values are not kept: the KV blocks exist only as numbers.
+    Texts that arrive during a step wait for its end.
     """
 
     batch_invariant = True
@@ -74,6 +75,11 @@ class EncoderRunner(Runner):
         self.buffers = [StepBuffers(Layout(config.step_tokens, config.slots, kv_blocks))]
         self._texts: list[tuple[np.ndarray, int]] = [(np.zeros(0, dtype=np.int32), 0)] * config.slots
         """The tokens of each slot's text, and the first token of the second text of a pair."""
+
+    @property
+    def progress(self) -> int:
+        """A number that changes while texts are computed."""
+        return self._encoder.progress
 
     @classmethod
     def find(cls, config: EngineConfig, directory: Path, on_phase: Callable[[str, float], None]) -> EncoderRunner | None:

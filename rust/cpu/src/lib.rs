@@ -54,7 +54,7 @@ pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
 pub use mlp::{Inner, Mlp, ShapeError};
-pub use pool::{ThreadPool, Worker};
+pub use pool::{Progress, ThreadPool, Worker};
 pub use recurrent::{Heads, Recurrent, RecurrentKind, Rule};
 pub use rope::Rope;
 pub use router::{Choice, ExpertGroups, Scores};

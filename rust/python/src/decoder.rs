@@ -324,7 +324,7 @@ fn activation_of(name: &str) -> PyResult<cpu::Activation> {
 
 /// A list of blocks between embeddings and a head, with its own threads.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Decoder(Mutex<cpu::Decoder>);
+pub(crate) struct Decoder(Mutex<cpu::Decoder>, cpu::Progress);
 
 #[pymethods]
 impl Decoder {
@@ -368,8 +368,10 @@ impl Decoder {
             Ok::<_, PyErr>(cpu::LayerEmbeddings { table, projection, norm: norm.to_vec(py)? })
         });
         let (norm, head) = (norm.to_vec(py)?, head.take()?);
-        let decoder = cpu::Decoder::new(started(threads)?, config, blocks, norm, embedding, layer_embeddings.transpose()?, head);
-        decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(invalid)
+        let pool = started(threads)?;
+        let progress = pool.progress();
+        let decoder = cpu::Decoder::new(pool, config, blocks, norm, embedding, layer_embeddings.transpose()?, head);
+        decoder.map(|decoder| Self(Mutex::new(decoder), progress)).map_err(invalid)
     }
 
     /// Creates slots for states, on which nothing else depends. `None` if no layer is recurrent.
@@ -426,6 +428,12 @@ impl Decoder {
             let state = states.as_mut().map(|cache| cpu::state::StateStep { cache, slots: &slots, saves: saves.as_chunks().0 });
             lock(&self.0).forward(&step, &mut lock(&cache.parts), state).map_err(invalid)
         })
+    }
+
+    /// A number that changes while the threads compute.
+    #[getter]
+    fn progress(&self) -> u64 {
+        self.1.value()
     }
 
     /// The threads, which also sample between steps.

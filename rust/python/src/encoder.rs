@@ -78,7 +78,7 @@ impl EncoderBlock {
 
 /// Blocks between embeddings and a head, with their own threads.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Encoder(Mutex<cpu::Encoder>);
+pub(crate) struct Encoder(Mutex<cpu::Encoder>, cpu::Progress);
 
 #[pymethods]
 impl Encoder {
@@ -142,8 +142,16 @@ impl Encoder {
             ropes,
             longest,
         };
-        let encoder = cpu::Encoder::new(started(threads)?, config, embeddings, blocks, head);
-        encoder.map(|encoder| Self(Mutex::new(encoder))).map_err(invalid)
+        let pool = started(threads)?;
+        let progress = pool.progress();
+        let encoder = cpu::Encoder::new(pool, config, embeddings, blocks, head);
+        encoder.map(|encoder| Self(Mutex::new(encoder), progress)).map_err(invalid)
+    }
+
+    /// A number that changes while the threads compute.
+    #[getter]
+    fn progress(&self) -> u64 {
+        self.1.value()
     }
 
     /// Writes the results of texts to `out` [texts, width]. Text i has the ids from `starts[i]` to `starts[i + 1]`.
