@@ -522,3 +522,41 @@ def test_no_code_in_python_runs_while_the_scheduler_is_locked() -> None:
     """
     path = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_a_kv_cache_gives_what_it_was_given_and_refuses_other_blocks_and_sizes() -> None:
+    cache = _core.KvCache(parts=[(2, 1, 8, None), (1, 3, 4, None)], blocks=3, block_size=4, dtype="float32", host_blocks=1)
+    empty = cache.read(2)
+    held = np.arange(len(empty), dtype=np.uint8).tobytes()
+    cache.write(1, held)
+    cache.swap([(1, 0)], [(0, 2)])
+    assert [cache.read(block) for block in range(3)] == [empty, held, held]
+    refused = [
+        lambda: cache.read(3),
+        lambda: cache.copy([(1, 3)]),
+        lambda: cache.copy([(3, 1)]),
+        lambda: cache.swap([(1, 1)], []),
+        lambda: cache.swap([], [(0, 3)]),
+        lambda: cache.discard([1, 3]),
+        lambda: cache.write(3, held),
+        lambda: cache.write(0, held[1:]),
+        lambda: cache.write(0, held + b"x"),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match=r"there is no (host )?block|a block has \d+ bytes"):
+            call()
+    assert [cache.read(block) for block in range(3)] == [empty, held, held]
+    with pytest.raises(MemoryError):
+        _core.KvCache(parts=[(1 << 20, 1 << 20, 1 << 30, None)], blocks=3, block_size=4, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16", "int8"])
+def test_weights_without_inputs_are_refused(dtype: str) -> None:
+    with pytest.raises(ValueError, match="have no inputs"):
+        _core.Linear([[("float32", 4, np.zeros(0, np.uint8), 0)]], 0, dtype, threads=1)
+
+
+def test_the_longest_context_has_the_most_splits() -> None:
+    work = np.frombuffer(_core.decode_work(ids(0, 1), ids(2**31 - 1)), np.int32).reshape(-1, 4)
+    assert work[0, 0] == _core.max_splits(2**31 - 1) == 64
+    assert work[64, 2] == 2**31 - 1

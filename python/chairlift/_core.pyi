@@ -81,8 +81,9 @@ TIMELINE_STATES: tuple[str, ...]
 """Names of the states into which a request's time is divided."""
 
 PREEMPTION_REASONS: tuple[str, ...]
-SERVING_RULES: tuple[str, ...]
 """Names of the reasons for which a running sequence is preempted."""
+SERVING_RULES: tuple[str, ...]
+"""Names of the rules by which a request is served before others."""
 
 class Rejected(ValueError):
     """A request was rejected."""
@@ -1145,6 +1146,10 @@ class Decoder:
         """
 
     @property
+    def progress(self) -> int:
+        """A number that changes while the threads compute."""
+
+    @property
     def pool(self) -> ThreadPool:
         """The threads, which also sample between steps."""
 
@@ -1232,6 +1237,10 @@ class Encoder:
         `longest` is the most tokens of a text.
         """
 
+    @property
+    def progress(self) -> int:
+        """A number that changes while the threads compute."""
+
     def embed(self, ids: NDArray[np.int32], types: NDArray[np.int32], starts: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Writes the texts' results to `out` [texts, width], without the GIL. The width is that of the last dense layer.
 
@@ -1256,7 +1265,10 @@ class StateCache:
 
 @final
 class KvCache:
-    """The KV cache of all layers, in blocks, with a host pool for swapped-out blocks. Memory is only resident once it is used."""
+    """The KV cache of all layers, in blocks, with a host pool for swapped-out blocks. Memory is only resident once it is used.
+
+    Its methods raise ValueError for a block that does not exist.
+    """
 
     def __new__(
         cls, *, parts: Sequence[tuple[int, int, int, int | None]], blocks: int, block_size: int, dtype: str, host_blocks: int = 0
@@ -1280,4 +1292,4 @@ class KvCache:
         """Returns the memory of blocks to the system, on Linux. Their content is lost."""
 
     def write(self, block: int, bytes: bytes | memoryview) -> None:
-        """Overwrites a block with bytes of `read`."""
+        """Overwrites a block with bytes of `read`. Raises ValueError for another number of bytes."""

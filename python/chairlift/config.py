@@ -319,7 +319,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "how keys and values are kept: 'auto' is float32 on a CPU, and what the weights are in elsewhere; "
+        "how keys and values are kept: 'auto' is float32 on a CPU, or 16 bits where --cpu-math is 'int16' or 'fast', and what the weights "
+        "are in elsewhere; "
         "'int8' is for CPUs, 'fp8' for CUDA devices; with 'bfloat16' a CPU with AVX-512 BF16 computes attention in it",
         choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
         group="cache",

@@ -320,6 +320,15 @@ def test_a_text_has_the_same_bits_alone_and_in_any_step(directory: Path, llm: LL
     llm.engine.check()
 
 
+def test_a_step_makes_progress_and_is_exact_without_being_asked(llm: LLM) -> None:
+    engine = llm.engine.engine
+    assert ["arithmetic", "float32", "no activation is rounded"] in engine.info.decisions
+    llm.embed(TEXTS[0])
+    before = engine.progress
+    llm.embed(TEXTS[1])
+    assert engine.progress != before
+
+
 def test_text_is_tokenized_and_shortened_embeddings_have_length_1(llm: LLM) -> None:
     (whole,), (short,) = llm.embed("abc"), llm.embed(["abc"], dimensions=5)
     assert np.allclose(short, whole[:5] / np.linalg.norm(whole[:5]))

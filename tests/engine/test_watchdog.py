@@ -25,6 +25,7 @@ class Engine:
     """What the watchdog sees of an engine."""
 
     stage = ("plan", 0.0)
+    progress = 0
     first_step = 0.1
     predicted_step_us = 0
 
@@ -77,6 +78,15 @@ def test_a_stage_that_lasts_is_named_and_everything_is_dumped_once(wait, capfd):
     assert check(dog, wait, 10) == Alive()
     assert check(dog, wait, 1).stage == "commit"
     assert "the engine is stuck" in capfd.readouterr().err
+
+
+def test_a_long_step_that_makes_progress_is_not_stuck(wait):
+    engine = Engine()
+    dog = Watchdog(engine, print)
+    for _ in range(30):
+        assert check(dog, wait, 10) == Alive()
+        engine.progress += 1
+    assert check(dog, wait, 11) == Alive("plan", 10.0)
 
 
 def test_an_idle_engine_is_never_stuck(wait):

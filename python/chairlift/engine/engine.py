@@ -115,6 +115,11 @@ class Engine:
         self._steps.stage = stage
 
     @property
+    def progress(self) -> int:
+        """The runner's progress (see `Runner.progress`)."""
+        return self.runner.progress
+
+    @property
     def overlaps(self) -> bool:
         """Whether a device runs the steps asynchronously."""
         return self.runner.overlaps

@@ -95,6 +95,12 @@ class StepLoop:
         return (IDLE, 0.0) if current is None else current.stage
 
     @property
+    def progress(self) -> int:
+        """A number that changes while the current engine's step computes, for the watchdog."""
+        current = self._current
+        return 0 if current is None else current.progress
+
+    @property
     def first_step(self) -> float:
         """The expected duration of the current engine's first step in seconds."""
         return self._first_step

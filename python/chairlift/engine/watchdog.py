@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CHECK_SECONDS = 1.0
 """Seconds between two checks."""
 STUCK_SECONDS, STUCK_STEPS = 10.0, 20
-"""An engine is stuck after this many seconds in one stage, but not before this many times its predicted step."""
+"""An engine is stuck after this many seconds in one stage without progress, but not before this many times its predicted step."""
 IDLE = "idle"
 """The stage of an engine without work, which may last forever."""
 
@@ -29,6 +29,10 @@ class Watched(Protocol):
     @property
     def stage(self) -> tuple[str, float]:
         """The current stage and its start, on any clock."""
+
+    @property
+    def progress(self) -> int:
+        """A number that changes while a stage computes."""
 
     @property
     def first_step(self) -> float:
@@ -60,7 +64,7 @@ class StallDetector:
 class Watchdog(threading.Thread):
     """Checks `engine` until `send` raises OSError because the parent has exited.
 
-    If a stage lasts too long, the scheduler's state and all threads' stacks are printed to stderr, once.
+    If a stage lasts too long without progress, the scheduler's state and all threads' stacks are printed to stderr, once.
     """
 
     def __init__(self, engine: Watched, send: Callable[[Alive], None]) -> None:
@@ -82,7 +86,7 @@ class Watchdog(threading.Thread):
     def check(self) -> Alive:
         """Checks the engine once and returns the heartbeat."""
         stage = self._engine.stage
-        seconds = self._stall.check(stage)
+        seconds = self._stall.check((stage, self._engine.progress))
         if stage[0] == IDLE or seconds < self._limit(seconds):
             self._dumped = False
             return Alive()

@@ -75,6 +75,11 @@ class CpuExecutor(ModelExecutor):
         self.cache.swap(list(outs), list(ins))
 
     @property
+    def progress(self) -> int:
+        """A number that changes while the kernels compute."""
+        return self.decoder.progress
+
+    @property
     def kv_blocks(self) -> _core.KvCache:
         """The KV cache."""
         return self.cache

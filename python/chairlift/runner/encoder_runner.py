@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +31,7 @@ class EncoderRunner(Runner):
     """A runner that computes embeddings of texts instead of tokens.
 
     A text is computed whole in the step that has its last token, so keys and values are not kept: the KV blocks exist only as numbers.
+    Texts that arrive during a step wait for its end.
     """
 
     batch_invariant = True
@@ -50,9 +50,9 @@ class EncoderRunner(Runner):
         threads = choose_threads(config.threads, 1)
         weights = open_weights(config, directory, norm=1.0 - model.layout.norm_offset)
         sizes = weights.sizes() if isinstance(weights, GGUFWeights) else (0, 0)
-        # The quality of other arithmetic was measured for decoders.
-        exact = replace(config, cpu_math="exact") if config.cpu_math == "auto" else config
-        precision = decide(exact, model, available_memory(), sizes, byte_products=_core.byte_products(config.cpu_isa))
+        # The quality of activations of 16 bits was measured for decoders, so 'auto' does not choose them here.
+        byte_products = config.cpu_math != "auto" and _core.byte_products(config.cpu_isa)
+        precision = decide(config, model, available_memory(), sizes, byte_products=byte_products)
         device = "encoders are computed by the CPU kernels" if config.device == "auto" else asked("--device")
         self.decisions = (
             Decision("code", f"{model.architecture}, in Rust", "the CPU kernels support it"),
@@ -75,6 +75,11 @@ class EncoderRunner(Runner):
         self.buffers = [StepBuffers(Layout(config.step_tokens, config.slots, kv_blocks))]
         self._texts: list[tuple[np.ndarray, int]] = [(np.zeros(0, dtype=np.int32), 0)] * config.slots
         """The tokens of each slot's text, and the first token of the second text of a pair."""
+
+    @property
+    def progress(self) -> int:
+        """A number that changes while texts are computed."""
+        return self._encoder.progress
 
     @classmethod
     def find(cls, config: EngineConfig, directory: Path, on_phase: Callable[[str, float], None]) -> EncoderRunner | None:

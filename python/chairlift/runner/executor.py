@@ -35,6 +35,11 @@ class ModelExecutor(ABC):
     adapters: AdapterStore | None = None
     """The LoRA adapters; None if the model cannot have any."""
 
+    @property
+    def progress(self) -> int:
+        """A number that changes while the model computes; always 0 if the executor does not know."""
+        return 0
+
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Allocates the KV cache on the device and on the host. Called before any step.

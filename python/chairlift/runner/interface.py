@@ -103,6 +103,11 @@ class Runner(ABC):
         return None
 
     @property
+    def progress(self) -> int:
+        """A number that changes while a step computes, also within `launch`; always 0 if the runner does not know."""
+        return 0
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of all recurrent states."""
         return self.state_slots * self.model_config.state_bytes

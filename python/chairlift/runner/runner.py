@@ -73,6 +73,11 @@ class ModelRunner(Runner):
         self._embedded: set[int] = set()  # slots of requests for an embedding
 
     @property
+    def progress(self) -> int:
+        """The model's progress (see `Runner.progress`)."""
+        return self.model.progress
+
+    @property
     def kv_blocks(self) -> BlockStorage | None:
         """The KV cache, if its blocks can be read and written."""
         return self.model.kv_blocks

@@ -1,12 +1,10 @@
 //! The KV cache: keys and values of all tokens, in blocks that requests own.
 
-use thiserror::Error;
-
 use crate::half;
 use crate::pod::Pod;
 use crate::simd::Simd;
 use crate::unsafe_slice::UnsafeSlice;
-use crate::zeroed::Zeroed;
+use crate::zeroed::{OutOfMemory, Zeroed};
 
 #[cfg(test)]
 mod tests;
@@ -83,13 +81,8 @@ pub enum KvDType {
     Int8,
 }
 
-/// The system refuses the memory for a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("the system has no {:.1} GiB of memory for KV blocks: ask for fewer", *bytes as f64 / f64::from(1 << 30))]
-pub struct OutOfMemory {
-    /// Requested bytes. `usize::MAX` if the size overflows.
-    pub bytes: usize,
-}
+/// What the memory of a cache is for.
+const WHAT: &str = "KV blocks";
 
 /// Keys and values of all layers, and a second pool of blocks for swapped-out data.
 ///
@@ -114,11 +107,12 @@ impl KvCache {
     pub fn new(shape: KvShape, dtype: KvDType, host_blocks: usize) -> Result<Self, OutOfMemory> {
         let even = shape.head_dim.is_multiple_of(2) && shape.block_size.is_multiple_of(2);
         assert!(even || dtype != KvDType::Bf16, "bfloat16 needs an even head size and an even block size");
-        let zeroed = |blocks: usize| {
-            let bytes = blocks.checked_mul(Self::bytes_per_block(shape, dtype)).ok_or(OutOfMemory { bytes: usize::MAX })?;
-            Zeroed::new(bytes).ok_or(OutOfMemory { bytes })
-        };
-        Ok(Self { shape, dtype, device: zeroed(shape.blocks)?, host: zeroed(host_blocks)? })
+        // 16 bytes for each number of a padded key have room for a value, the scales and the end of a page. So no size below overflows.
+        let KvShape { layers, blocks, kv_heads, block_size, head_dim, .. } = shape;
+        let sizes = [layers, blocks.max(host_blocks), kv_heads, block_size, head_dim.saturating_add(PADDING)];
+        sizes.into_iter().try_fold(16, usize::checked_mul).ok_or(OutOfMemory { bytes: usize::MAX, what: WHAT })?;
+        let zeroed = |blocks: usize| Zeroed::new(blocks * Self::bytes_per_block(shape, dtype), WHAT);
+        Ok(Self { shape, dtype, device: zeroed(blocks)?, host: zeroed(host_blocks)? })
     }
 
     /// Bytes of a block, over all layers.
@@ -160,14 +154,17 @@ impl KvCache {
         }
     }
 
-    /// Returns the bytes of a block, \[layers\]\[heads\] pages. Panics if the block does not exist.
-    pub fn read(&self, block: u32) -> Vec<u8> {
-        (0..self.shape.layers).flat_map(|layer| &self.device[self.part(layer, block)]).copied().collect()
+    /// Copies the bytes of a block, \[layers\]\[heads\] pages, to `out`. Panics if the block does not exist, or if `out` has another size.
+    pub fn read(&self, block: u32, out: &mut [u8]) {
+        assert_eq!(out.len(), self.block_bytes(), "bytes of a block");
+        for (layer, out) in out.chunks_exact_mut(self.block_bytes() / self.shape.layers).enumerate() {
+            out.copy_from_slice(&self.device[self.part(layer, block)]);
+        }
     }
 
     /// Overwrites a block with bytes of [`read`](Self::read). Panics if the block does not exist, or if it has another size.
     pub fn write(&mut self, block: u32, bytes: &[u8]) {
-        assert_eq!(bytes.len(), Self::bytes_per_block(self.shape, self.dtype), "bytes of a block");
+        assert_eq!(bytes.len(), self.block_bytes(), "bytes of a block");
         for (layer, bytes) in bytes.chunks_exact(bytes.len() / self.shape.layers).enumerate() {
             let part = self.part(layer, block);
             self.device[part].copy_from_slice(bytes);

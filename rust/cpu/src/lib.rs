@@ -54,7 +54,7 @@ pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
 pub use mlp::{Inner, Mlp, ShapeError};
-pub use pool::{ThreadPool, Worker};
+pub use pool::{Progress, ThreadPool, Worker};
 pub use recurrent::{Heads, Recurrent, RecurrentKind, Rule};
 pub use rope::Rope;
 pub use router::{Choice, ExpertGroups, Scores};
@@ -62,6 +62,7 @@ pub use simd::{Isa, TileSupport};
 pub use step::{Step, StepError};
 pub use tensor::{MakeBytes, Numbers, ReadError, Source, Tensor};
 pub use weights::{DType, Matrix, Merge, PackError};
+pub use zeroed::OutOfMemory;
 
 /// ggml's type numbers of the block types that [`DType::Kept`] supports. Types with a grid are among them once [`provide_grid`] has set it.
 pub fn block_types() -> Vec<u32> {

@@ -84,6 +84,17 @@ impl Taken {
     }
 }
 
+/// Shows whether a pool's calls make progress. Any thread can read it, also during a call.
+#[derive(Clone, Debug)]
+pub struct Progress(Arc<State>);
+
+impl Progress {
+    /// A number that changes whenever a thread begins an index of a phase.
+    pub fn value(&self) -> u64 {
+        self.0.taken.iter().fold(0, |sum, taken| sum.wrapping_add(taken.0.0.load(Ordering::Relaxed)))
+    }
+}
+
 /// Panic payload of a thread that was waiting for a thread that panicked.
 struct Abandoned;
 
@@ -150,6 +161,11 @@ impl ThreadPool {
     /// Number of threads, including the caller.
     pub fn size(&self) -> usize {
         self.state.size
+    }
+
+    /// A view of the pool's progress.
+    pub fn progress(&self) -> Progress {
+        Progress(Arc::clone(&self.state))
     }
 
     /// Calls `work` on the threads and returns when all calls have returned. A thread that the system does not run in time is left out. If a
@@ -354,6 +370,27 @@ mod tests {
         let taken = Taken::default();
         let phases = [1, 2, 1, 2, 2];
         assert_eq!(phases.map(|phase| taken.take(phase, 2)), [Some(0), Some(0), None, Some(1), None]);
+    }
+
+    #[test]
+    fn each_piece_of_a_call_is_progress_and_waiting_is_none() {
+        let mut pool = ThreadPool::new(2).expect("threads");
+        let progress = pool.progress();
+        let values = Mutex::new(Vec::new());
+        pool.run(|worker| {
+            for _ in 0..3 {
+                worker.parallel_for(4, |_| {
+                    let mut values = values.lock().expect("nobody panics");
+                    values.push(progress.value());
+                });
+            }
+        });
+        let values = values.into_inner().expect("nobody panics");
+        let ended = progress.value();
+        assert!(values.is_sorted() && values[0] > 0 && values[11] <= ended, "{values:?}");
+        // The other thread can have begun an index too, while a thread held the lock.
+        assert!(values.windows(3).all(|three| three[0] < three[2]), "{values:?}");
+        assert_eq!(progress.value(), ended);
     }
 
     #[test]

@@ -2,11 +2,9 @@
 
 use std::ops::Range;
 
-use thiserror::Error;
-
 use crate::step::{Step, StepError};
 use crate::unsafe_slice::UnsafeSlice;
-use crate::zeroed::Zeroed;
+use crate::zeroed::{OutOfMemory, Zeroed};
 
 /// Dimensions of the state of one sequence. All layers have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,13 +21,8 @@ pub struct StateShape {
     pub matrix: usize,
 }
 
-/// The system refuses the memory for the states.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("the system has no {:.1} GiB of memory for recurrent states: ask for fewer", *bytes as f64 / f64::from(1 << 30))]
-pub struct OutOfMemory {
-    /// Requested bytes. `usize::MAX` if the size overflows.
-    pub bytes: usize,
-}
+/// What the memory of states is for.
+const WHAT: &str = "recurrent states";
 
 impl StateShape {
     /// Numbers of a layer: \[columns\]\[channels\] of the convolution, then \[heads\]\[matrix\].
@@ -54,9 +47,8 @@ pub struct StateCache {
 impl StateCache {
     /// Creates slots. Physical memory is used only when states are written.
     pub fn new(shape: StateShape, slots: usize) -> Result<Self, OutOfMemory> {
-        let bytes = slots.checked_mul(shape.bytes()).ok_or(OutOfMemory { bytes: usize::MAX })?;
-        let memory = Zeroed::new(bytes).ok_or(OutOfMemory { bytes })?;
-        Ok(Self { shape, memory, positions: vec![0; slots] })
+        let bytes = slots.checked_mul(shape.bytes()).ok_or(OutOfMemory { bytes: usize::MAX, what: WHAT })?;
+        Ok(Self { shape, memory: Zeroed::new(bytes, WHAT)?, positions: vec![0; slots] })
     }
 
     /// The dimensions of a state.

@@ -61,6 +61,9 @@ pub enum PackError {
         /// Actual length in bytes.
         found: usize,
     },
+    /// A matrix has no inputs.
+    #[error("the tensors of a matrix have no inputs")]
+    Empty,
     /// The tensors of a matrix have different numbers of inputs, or a gated matrix does not have two tensors of the same shape.
     #[error("the tensors of one matrix do not have the same shape")]
     Mismatch,
@@ -423,6 +426,9 @@ impl Matrix {
         let stacks = stacks.ok_or(PackError::Mismatch)?;
         let Some(first) = stacks.first() else { return Err(PackError::Mismatch) };
         let (ins, count) = (first.ins(), first.tensors().len());
+        if ins == 0 {
+            return Err(PackError::Empty);
+        }
         let rows: usize = stacks.iter().map(|stack| stack.rows()).sum();
         let equal = stacks.iter().all(|stack| stack.ins() == ins && stack.tensors().len() == count);
         if !equal || (merge == Merge::Gated && (stacks.len() != 2 || stacks[0].rows() != stacks[1].rows())) {

@@ -4,6 +4,18 @@ use std::ops::{Deref, DerefMut, Range};
 use std::ptr::{NonNull, null_mut};
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
+use thiserror::Error;
+
+/// The system refuses memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("the system has no {:.1} GiB of memory for {what}: ask for fewer", *bytes as f64 / f64::from(1 << 30))]
+pub struct OutOfMemory {
+    /// Requested bytes. `usize::MAX` if the size overflows.
+    pub bytes: usize,
+    /// What the memory is for.
+    pub what: &'static str,
+}
+
 /// Zeroed memory that starts at a memory page.
 ///
 /// It is a mapping of its own, because an allocator keeps memory that was freed, and zeroes it when it gives it out again: all of it would
@@ -19,17 +31,17 @@ unsafe impl Send for Zeroed {}
 unsafe impl Sync for Zeroed {}
 
 impl Zeroed {
-    /// `None` if the system refuses the memory.
-    pub(crate) fn new(len: usize) -> Option<Self> {
+    /// Maps `len` bytes for `what`.
+    pub(crate) fn new(len: usize, what: &'static str) -> Result<Self, OutOfMemory> {
         if len == 0 {
-            return Some(Self { start: NonNull::dangling(), len });
+            return Ok(Self { start: NonNull::dangling(), len });
         }
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping at an address that the system chooses changes no other memory.
         let start = unsafe { libc::mmap(null_mut(), len, access, kind, -1, 0) };
         let start = if start == libc::MAP_FAILED { None } else { NonNull::new(start.cast()) };
         // A slice has at most `isize::MAX` bytes, and no mapping is larger.
-        start.map(|start| Self { start, len })
+        start.map(|start| Self { start, len }).ok_or(OutOfMemory { bytes: len, what })
     }
 
     /// Returns the memory pages that are wholly in a range of bytes to the system. On Linux they are zeros afterwards. Other systems have no

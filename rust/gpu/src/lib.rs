@@ -45,9 +45,9 @@ pub fn decode_work(query_starts: &[i32], context_lens: &[i32], window: Option<i3
     }
     for (place, queries, context) in decodes() {
         longest = longest.max(queries);
-        let first = window.map_or(0, |window| (context - queries + 1 - window).max(0));
+        let first = window.map_or(0, |window| (context - window - queries + 1).max(0));
         let mut length = shortest;
-        while seen(context) > length * MAX_SPLITS {
+        while (seen(context) - 1) / MAX_SPLITS >= length {
             length *= 2;
         }
         // What is left behind the last split is a part of it if it is less than half as long.
@@ -213,6 +213,7 @@ mod tests {
         );
         assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS], None, ALL)[0][0], MAX_SPLITS);
         assert_eq!(decode_work(&[0, 1], &[SPLIT * MAX_SPLITS + 1], None, ALL)[0][0], MAX_SPLITS / 2);
+        assert_eq!(decode_work(&[0, 1], &[i32::MAX], None, ALL)[0][0], MAX_SPLITS);
         assert_eq!(decode_work(&[0, 1], &[100_000], Some(SPLIT), ALL), [[1, 0, 0, 1], [0, 100_000 - SPLIT, 100_000, -1]]);
         assert_eq!(decode_work(&[0, 1], &[100_000], Some(2 * SPLIT), ALL).len(), 1 + 2 + 1);
         // Of two contexts of 800 keys, an equal share is 1,600 keys, 800, or 400.

@@ -48,7 +48,26 @@ impl StateCache {
 
 /// The keys and values of all layers, in blocks. Each part has the layers with the same heads.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct KvCache(pub(crate) Mutex<Vec<cpu::cache::KvCache>>);
+pub(crate) struct KvCache {
+    pub(crate) parts: Mutex<Vec<cpu::cache::KvCache>>,
+    blocks: usize,
+    host_blocks: usize,
+    /// Bytes of a block in all parts.
+    block_bytes: usize,
+}
+
+impl KvCache {
+    /// Raises `ValueError` unless all these blocks and host blocks exist.
+    fn check(&self, mut blocks: impl Iterator<Item = u32>, mut host_blocks: impl Iterator<Item = u32>) -> PyResult<()> {
+        if let Some(block) = blocks.find(|&block| block as usize >= self.blocks) {
+            return Err(PyValueError::new_err(format!("there is no block {block}")));
+        }
+        match host_blocks.find(|&block| block as usize >= self.host_blocks) {
+            Some(block) => Err(PyValueError::new_err(format!("there is no host block {block}"))),
+            None => Ok(()),
+        }
+    }
+}
 
 #[pymethods]
 impl KvCache {
@@ -72,44 +91,69 @@ impl KvCache {
                 return Err(PyValueError::new_err("a cache in bfloat16 has an even block size and an even head size"));
             }
             let shape = cpu::cache::KvShape { layers, blocks, kv_heads, block_size, head_dim, latent };
-            let cache = cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks);
-            cache.map_err(|error| PyMemoryError::new_err(error.to_string()))
+            cpu::cache::KvCache::new(shape, kv_dtype_of(dtype)?, host_blocks).map_err(no_memory)
         });
-        Ok(Self(Mutex::new(made.collect::<PyResult<_>>()?)))
+        let parts: Vec<_> = made.collect::<PyResult<_>>()?;
+        let block_bytes = parts.iter().map(cpu::cache::KvCache::block_bytes).sum();
+        Ok(Self { parts: Mutex::new(parts), blocks, host_blocks, block_bytes })
     }
 
     /// Copies whole blocks, pair (from, to) by pair.
-    fn copy(&self, py: Python<'_>, pairs: Vec<(u32, u32)>) {
-        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.copy(&pairs)));
+    fn copy(&self, py: Python<'_>, pairs: Vec<(u32, u32)>) -> PyResult<()> {
+        self.check(pairs.iter().flat_map(|&(from, to)| [from, to]), [].into_iter())?;
+        py.detach(|| lock(&self.parts).iter_mut().for_each(|part| part.copy(&pairs)));
+        Ok(())
     }
 
     /// Copies blocks to the host pool (block, host block), then blocks from it (host block, block).
-    fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) {
-        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.swap(&outs, &ins)));
+    fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) -> PyResult<()> {
+        let (from, host_to): (Vec<_>, Vec<_>) = outs.iter().copied().unzip();
+        let (host_from, to): (Vec<_>, Vec<_>) = ins.iter().copied().unzip();
+        self.check(from.into_iter().chain(to), host_to.into_iter().chain(host_from))?;
+        py.detach(|| lock(&self.parts).iter_mut().for_each(|part| part.swap(&outs, &ins)));
+        Ok(())
     }
 
     /// Returns the bytes of a block.
-    fn read<'py>(&self, py: Python<'py>, block: u32) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &lock(&self.0).iter().flat_map(|part| part.read(block)).collect::<Vec<_>>())
+    fn read<'py>(&self, py: Python<'py>, block: u32) -> PyResult<Bound<'py, PyBytes>> {
+        self.check([block].into_iter(), [].into_iter())?;
+        PyBytes::new_with(py, self.block_bytes, |mut rest| {
+            py.detach(|| {
+                for part in lock(&self.parts).iter() {
+                    part.read(block, rest.split_off_mut(..part.block_bytes()).expect("the sum of these"));
+                }
+            });
+            Ok(())
+        })
     }
 
     /// Returns the memory of blocks to the system.
-    fn discard(&self, py: Python<'_>, blocks: Vec<u32>) {
-        py.detach(|| lock(&self.0).iter_mut().for_each(|part| part.discard(&blocks)));
+    fn discard(&self, py: Python<'_>, blocks: Vec<u32>) -> PyResult<()> {
+        self.check(blocks.iter().copied(), [].into_iter())?;
+        py.detach(|| lock(&self.parts).iter_mut().for_each(|part| part.discard(&blocks)));
+        Ok(())
     }
 
     /// Overwrites a block with bytes of `read`.
-    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     fn write(&self, py: Python<'_>, block: u32, bytes: PyBuffer<u8>) -> PyResult<()> {
+        self.check([block].into_iter(), [].into_iter())?;
         let bytes = bytes.to_vec(py)?;
-        let mut rest = bytes.as_slice();
-        for part in lock(&self.0).iter_mut() {
-            let (own, others) = rest.split_at(part.block_bytes());
-            part.write(block, own);
-            rest = others;
+        if bytes.len() != self.block_bytes {
+            return Err(PyValueError::new_err(format!("a block has {} bytes, not {}", self.block_bytes, bytes.len())));
         }
+        py.detach(|| {
+            let mut rest = bytes.as_slice();
+            for part in lock(&self.parts).iter_mut() {
+                part.write(block, rest.split_off(..part.block_bytes()).expect("the sum of these"));
+            }
+        });
         Ok(())
     }
+}
+
+/// A `MemoryError` with the message of an error.
+pub(crate) fn no_memory(error: cpu::OutOfMemory) -> PyErr {
+    PyMemoryError::new_err(error.to_string())
 }
 
 fn kv_dtype_of(name: &str) -> PyResult<cpu::cache::KvDType> {

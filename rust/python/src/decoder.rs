@@ -8,10 +8,11 @@ use chairlift_cpu as cpu;
 use cpu::{Isa, TileSupport};
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::{PyMemoryError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::caches::{KvCache, StateCache};
+use crate::caches::{KvCache, StateCache, no_memory};
+use crate::errors::{invalid, taken, unknown};
 use crate::linear::{Adapter, Linear, isa_of};
 use crate::threads::{ThreadPool, lock, started};
 
@@ -59,7 +60,7 @@ pub(crate) fn block_types() -> Vec<u32> {
 #[pyfunction]
 pub(crate) fn provide_grid(kind: u32, values: PyReadonlyArray1<'_, i8>) -> PyResult<()> {
     let values = values.as_slice().map_err(|_| PyValueError::new_err("a grid must be a contiguous array"))?;
-    cpu::provide_grid(kind, values).map_err(|error| PyValueError::new_err(error.to_string()))
+    cpu::provide_grid(kind, values).map_err(invalid)
 }
 
 /// One block of a decoder. The decoder takes ownership of it.
@@ -171,7 +172,7 @@ impl DecoderBlock {
     ) -> PyResult<Self> {
         let kind = match heads {
             None => cpu::RecurrentKind::Convolution,
-            Some(heads) => cpu::RecurrentKind::Heads(Box::new(lock(&heads.0).take().ok_or_else(taken)?)),
+            Some(heads) => cpu::RecurrentKind::Heads(Box::new(lock(&heads.0).take().ok_or_else(|| taken("blocks"))?)),
         };
         let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
         let (in_proj, out_proj, taps) = (in_proj.take()?, out_proj.take()?, taps.to_vec(py)?);
@@ -244,7 +245,7 @@ impl DecoderBlock {
             "softmax" => cpu::Scores::Softmax,
             "sigmoid" => cpu::Scores::Sigmoid,
             "logits" => cpu::Scores::Logits,
-            _ => return Err(PyValueError::new_err(format!("no scores of experts are called {scores:?}"))),
+            _ => return Err(unknown("kind of scores", scores)),
         };
         let inner = match clamp {
             Some((slope, limit)) => cpu::Inner::Gated(cpu::Activation::Clamped { slope, limit }),
@@ -305,10 +306,6 @@ impl RecurrentHeads {
     }
 }
 
-fn taken() -> PyErr {
-    PyValueError::new_err("these blocks belong to a model already")
-}
-
 fn mlp_of(gate_up_proj: &Linear, down_proj: &Linear, inner: cpu::Inner) -> PyResult<cpu::Mlp> {
     Ok(cpu::Mlp { gate_up_proj: gate_up_proj.take()?, down_proj: down_proj.take()?, inner })
 }
@@ -321,13 +318,13 @@ fn activation_of(name: &str) -> PyResult<cpu::Activation> {
     match name {
         "silu" => Ok(cpu::Activation::Silu),
         "gelu_tanh" => Ok(cpu::Activation::GeluTanh),
-        _ => Err(PyValueError::new_err(format!("no activation is called {name:?}"))),
+        _ => Err(unknown("activation", name)),
     }
 }
 
 /// A list of blocks between embeddings and a head, with its own threads.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Decoder(Mutex<cpu::Decoder>);
+pub(crate) struct Decoder(Mutex<cpu::Decoder>, cpu::Progress);
 
 #[pymethods]
 impl Decoder {
@@ -364,22 +361,23 @@ impl Decoder {
             final_softcap,
         };
         let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
-        let blocks = blocks.ok_or_else(taken)?;
+        let blocks = blocks.ok_or_else(|| taken("blocks"))?;
         let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
         let layer_embeddings = layer_embeddings.map(|(table, projection, norm)| {
             let (table, projection) = (table.take()?.into_matrix(), projection.take()?);
             Ok::<_, PyErr>(cpu::LayerEmbeddings { table, projection, norm: norm.to_vec(py)? })
         });
         let (norm, head) = (norm.to_vec(py)?, head.take()?);
-        let decoder = cpu::Decoder::new(started(threads)?, config, blocks, norm, embedding, layer_embeddings.transpose()?, head);
-        decoder.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| PyValueError::new_err(error.to_string()))
+        let pool = started(threads)?;
+        let progress = pool.progress();
+        let decoder = cpu::Decoder::new(pool, config, blocks, norm, embedding, layer_embeddings.transpose()?, head);
+        decoder.map(|decoder| Self(Mutex::new(decoder), progress)).map_err(invalid)
     }
 
     /// Creates slots for states, on which nothing else depends. `None` if no layer is recurrent.
     fn allocate_states(&self, slots: usize) -> PyResult<Option<StateCache>> {
         let cache = lock(&self.0).state_shape().map(|shape| cpu::state::StateCache::new(shape, slots)).transpose();
-        let cache = cache.map_err(|error| PyMemoryError::new_err(error.to_string()))?;
-        Ok(cache.map(|cache| StateCache(Mutex::new(cache))))
+        Ok(cache.map_err(no_memory)?.map(|cache| StateCache(Mutex::new(cache))))
     }
 
     /// Runs a step with the KV cache, and with the states of its sequences. Keeps the hidden states of its tokens.
@@ -428,8 +426,14 @@ impl Decoder {
             };
             let mut states = states.map(|states| lock(&states.0));
             let state = states.as_mut().map(|cache| cpu::state::StateStep { cache, slots: &slots, saves: saves.as_chunks().0 });
-            lock(&self.0).forward(&step, &mut lock(&cache.0), state).map_err(|error| PyValueError::new_err(error.to_string()))
+            lock(&self.0).forward(&step, &mut lock(&cache.parts), state).map_err(invalid)
         })
+    }
+
+    /// A number that changes while the threads compute.
+    #[getter]
+    fn progress(&self) -> u64 {
+        self.1.value()
     }
 
     /// The threads, which also sample between steps.
@@ -440,7 +444,7 @@ impl Decoder {
 
     /// Adds an adapter and returns its number.
     fn add_adapter(&self, adapter: &Adapter) -> PyResult<usize> {
-        lock(&self.0).add_adapter(adapter.take()?).map_err(|error| PyValueError::new_err(error.to_string()))
+        lock(&self.0).add_adapter(adapter.take()?).map_err(invalid)
     }
 
     /// Removes an adapter.

@@ -10,7 +10,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::errors::invalid;
+use crate::errors::{invalid, taken, unknown};
 use crate::linear::Linear;
 use crate::threads::{lock, started};
 
@@ -29,10 +29,6 @@ fn norm_of(py: Python<'_>, norm: Option<&NormArgs>) -> PyResult<Option<cpu::Norm
         Ok(cpu::Norm { weight: weight.to_vec(py)?, bias })
     };
     norm.map(read).transpose()
-}
-
-fn unknown(what: &str, name: &str) -> PyErr {
-    PyValueError::new_err(format!("no {what} is called {name:?}"))
 }
 
 /// One block of an encoder. The encoder takes ownership of it.
@@ -82,7 +78,7 @@ impl EncoderBlock {
 
 /// Blocks between embeddings and a head, with their own threads.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Encoder(Mutex<cpu::Encoder>);
+pub(crate) struct Encoder(Mutex<cpu::Encoder>, cpu::Progress);
 
 #[pymethods]
 impl Encoder {
@@ -123,7 +119,7 @@ impl Encoder {
             _ => return Err(unknown("pooling", pooling)),
         };
         let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
-        let blocks = blocks.ok_or_else(|| PyValueError::new_err("these blocks belong to a model already"))?;
+        let blocks = blocks.ok_or_else(|| taken("blocks"))?;
         let ropes = ropes.iter().map(|rope| Ok(cpu::Rope { frequencies: rope.to_vec(py)?, scale: 1.0 })).collect::<PyResult<_>>()?;
         let embeddings = cpu::Embeddings {
             tokens: tokens.take()?.into_matrix(),
@@ -146,8 +142,16 @@ impl Encoder {
             ropes,
             longest,
         };
-        let encoder = cpu::Encoder::new(started(threads)?, config, embeddings, blocks, head);
-        encoder.map(|encoder| Self(Mutex::new(encoder))).map_err(invalid)
+        let pool = started(threads)?;
+        let progress = pool.progress();
+        let encoder = cpu::Encoder::new(pool, config, embeddings, blocks, head);
+        encoder.map(|encoder| Self(Mutex::new(encoder), progress)).map_err(invalid)
+    }
+
+    /// A number that changes while the threads compute.
+    #[getter]
+    fn progress(&self) -> u64 {
+        self.1.value()
     }
 
     /// Writes the results of texts to `out` [texts, width]. Text i has the ids from `starts[i]` to `starts[i + 1]`.

@@ -23,6 +23,16 @@ pub(crate) fn rejected(error: core::Rejected) -> PyErr {
     }
 }
 
+/// A `ValueError` for a name that nothing has.
+pub(crate) fn unknown(what: &str, name: &str) -> PyErr {
+    PyValueError::new_err(format!("no {what} is called {name:?}"))
+}
+
+/// A `ValueError` for blocks or weights that a model has taken.
+pub(crate) fn taken(what: &str) -> PyErr {
+    PyValueError::new_err(format!("these {what} belong to a model already"))
+}
+
 /// A `ValueError` with the message of an error.
 #[allow(clippy::needless_pass_by_value)] // the signature that `map_err` needs
 pub(crate) fn invalid(error: impl ToString) -> PyErr {

@@ -13,7 +13,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::errors::invalid;
+use crate::errors::{invalid, taken, unknown};
 use crate::threads::{lock, started};
 
 /// An open file with weights, which are read while they are packed.
@@ -71,7 +71,7 @@ impl Linear {
 impl Linear {
     /// Takes the packed weights. Only one model can take them.
     pub(crate) fn take(&self) -> PyResult<cpu::Linear> {
-        lock(&self.0).take().ok_or_else(|| PyValueError::new_err("these weights belong to a model already"))
+        lock(&self.0).take().ok_or_else(|| taken("weights"))
     }
 }
 
@@ -167,7 +167,7 @@ fn tensor_of<'a>((kind, rows, bytes, interleaved): &'a TensorArgs<'_>, ins: usiz
         "float32" => Numbers::F32,
         "float16" => Numbers::F16,
         "bfloat16" => Numbers::Bf16,
-        _ => Numbers::Ggml(kind.parse().map_err(|_| PyValueError::new_err(format!("no kind of number is called {kind:?}")))?),
+        _ => Numbers::Ggml(kind.parse().map_err(|_| unknown("kind of number", kind))?),
     };
     let source = match bytes {
         Bytes::Memory(array) => {

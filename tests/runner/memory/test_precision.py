@@ -118,12 +118,20 @@ def test_16_bits_by_name_are_for_tiles_too():
     assert bf16 == Precision("bfloat16", "none", "float16", "int16")
     vectors = with_byte_products(cpu_math="int16", checkpoint="bfloat16", blocks=(0, 0))
     assert vectors == Precision("bfloat16", "none", "float32")
-    assert reasons(vectors)["arithmetic"] == "float32: no activation is rounded"
+    assert reasons(vectors)["arithmetic"].startswith("float32: no activation is rounded: --cpu-math int16 is for a GGUF file's blocks")
     with pytest.raises(InvalidSetting, match="--cpu-math int16: this instruction set does not multiply bytes"):
         decided(cpu_math="int16")
     for other in ({"quantization": "int8"}, {"dtype": "float32"}):
         with pytest.raises(InvalidSetting, match="leave out --quantization and --dtype"):
             with_byte_products(cpu_math="int16", **other)
+
+
+def test_the_help_names_the_arithmetic_that_changes_the_kv():
+    text = next(field.metadata["help"] for field in fields(EngineConfig) if field.name == "kv_cache_dtype")
+    assert with_byte_products(cpu_math="exact").kv == "float32"
+    for arithmetic in ("int16", "fast"):
+        assert with_byte_products(cpu_math=arithmetic).kv in ("float16", "bfloat16")
+        assert f"'{arithmetic}'" in text
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])

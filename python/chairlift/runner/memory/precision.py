@@ -132,6 +132,8 @@ def _why_arithmetic(config: EngineConfig, short: bool) -> str:
         return asked("--cpu-math")
     if short:
         return "16 bits of each activation, faster than 24 (--cpu-math exact)"
+    if config.cpu_math == "int16":
+        return "no activation is rounded: --cpu-math int16 is for a GGUF file's blocks, and with AMX for a checkpoint's bfloat16"
     return "no activation is rounded"
 
 

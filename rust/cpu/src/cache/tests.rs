@@ -181,17 +181,32 @@ fn discarded_blocks_lose_their_memory_and_others_keep_their_content() {
     let shape = KvShape { layers: 2, blocks: 40, kv_heads: 3, block_size: 16, head_dim: 32, latent: None };
     let mut cache = KvCache::new(shape, KvDType::F32, 0).expect("little memory");
     let content = |block: u32| vec![block as u8 + 1; KvCache::bytes_per_block(shape, KvDType::F32)];
+    let bytes = |cache: &KvCache, block| {
+        let mut bytes = vec![0; cache.block_bytes()];
+        cache.read(block, &mut bytes);
+        bytes
+    };
     (0..40).for_each(|block| cache.write(block, &content(block)));
     cache.discard(&[30, 7, 5, 6, 9, 8]);
     for block in (0..40).filter(|block| ![5, 6, 7, 8, 9, 30].contains(block)) {
-        assert_eq!(cache.read(block), content(block), "block {block}");
+        assert_eq!(bytes(&cache, block), content(block), "block {block}");
     }
-    let rest = |cache: &KvCache, block| cache.read(block).into_iter().filter(|&byte| byte != 0).count();
+    let rest = |cache: &KvCache, block| bytes(cache, block).into_iter().filter(|&byte| byte != 0).count();
     if cfg!(target_os = "linux") {
         assert_eq!(rest(&cache, 7), 0, "within a run");
         assert!(rest(&cache, 30) <= content(30).len() - 2 * 4096, "alone");
     }
     cache.discard(&[]);
     cache.write(7, &content(7));
-    assert_eq!(cache.read(7), content(7));
+    assert_eq!(bytes(&cache, 7), content(7));
+}
+
+#[test]
+fn sizes_that_no_memory_has_are_refused() {
+    let most = usize::MAX;
+    for (layers, blocks, host_blocks, head_dim) in [(1 << 20, 1 << 20, 0, 1 << 30), (1, 1, 1 << 60, 6), (1, most, 0, 6), (1, 1, 0, most)] {
+        let shape = KvShape { layers, blocks, head_dim, ..SHAPE };
+        let error = KvCache::new(shape, KvDType::F32, host_blocks).err().expect("too much memory");
+        assert_eq!(error.bytes, most, "{shape:?}");
+    }
 }

@@ -331,15 +331,21 @@ unsafe fn add_halves<S: Int8, const N: usize>(
 #[allow(clippy::needless_range_loop)]
 fn products<S: Int8, const G: usize, const N: usize>(s: S, codes: [[S::I; V]; G], row: &Digits<N>, start: usize) -> [S::F; V] {
     let none = [s.splat_i32(0); V];
-    let mut sums = [none; N];
-    for digit in 0..N {
-        sums[digit] = dot(s, none, codes, &row.bytes[digit], start);
+    // The sum of the two lower digits is one integer, which is rounded to fp32 once. With 32 codes of up to 255 and digits down to -128 it is
+    // at most 32 * 255 * 128 * 257, which is below 2^28.
+    let mut low = dot(s, none, codes, &row.bytes[1], start);
+    for v in 0..V {
+        low[v] = s.field(low[v], -8, -1);
     }
+    low = dot(s, low, codes, &row.bytes[0], start);
     let mut products = [s.splat(0.0); V];
     for v in 0..V {
-        products[v] = s.to_f32(sums[0][v]);
-        for digit in 1..N {
-            products[v] = s.fma(s.to_f32(sums[digit][v]), s.splat((1 << (8 * digit)) as f32), products[v]);
+        products[v] = s.to_f32(low[v]);
+    }
+    for digit in 2..N {
+        let high = dot(s, none, codes, &row.bytes[digit], start);
+        for v in 0..V {
+            products[v] = s.fma(s.to_f32(high[v]), s.splat((1 << (8 * digit)) as f32), products[v]);
         }
     }
     products

@@ -48,7 +48,7 @@ impl QuantRows {
     pub(crate) fn reserve(&mut self, isa: Isa, rows: usize, ins: usize) {
         let blocks = rows * ins.div_ceil(BLOCK);
         self.blocks.reserve(blocks);
-        if isa.run(Wide) {
+        if is_wide(isa) {
             self.wide.reserve(blocks * BLOCK);
         }
     }
@@ -68,7 +68,7 @@ impl<'a> SharedRows<'a> {
     pub(super) unsafe fn tile(self, isa: Isa, tile: Range<usize>, blocks: usize) -> (&'a [Block], &'a [i16]) {
         let (start, count) = (tile.start * blocks, tile.len() * blocks);
         // SAFETY: the caller guarantees it.
-        unsafe { (self.blocks.read(start, count), if isa.run(Wide) { self.wide.read(start * BLOCK, count * BLOCK) } else { &[] }) }
+        unsafe { (self.blocks.read(start, count), if is_wide(isa) { self.wide.read(start * BLOCK, count * BLOCK) } else { &[] }) }
     }
 }
 
@@ -81,7 +81,7 @@ impl Gemm for SharedRows<'_> {
         assert!(tile.contains(&row));
         // SAFETY: the caller guarantees it.
         let (to, wide) = unsafe {
-            let wide: &mut [i16] = if isa.run(Wide) { self.wide.write(start * BLOCK, count * BLOCK) } else { &mut [] };
+            let wide: &mut [i16] = if is_wide(isa) { self.wide.write(start * BLOCK, count * BLOCK) } else { &mut [] };
             (self.blocks.write(start, count), wide)
         };
         isa.run(Pack { numbers, to, wide, row: row - tile.start, rows: tile.len() });
@@ -100,15 +100,9 @@ impl Gemm for SharedRows<'_> {
     }
 }
 
-/// Returns whether the instruction set uses wide codes.
-struct Wide;
-
-impl Kernel for Wide {
-    type Output = bool;
-    #[inline(always)]
-    fn run<S: Int8>(self, _: S) -> bool {
-        S::GROUP == 2
-    }
+/// Whether the instruction set uses wide codes.
+fn is_wide(isa: Isa) -> bool {
+    isa.layout().group == 2
 }
 
 /// Packs one of a tile's `rows`.

@@ -4,7 +4,7 @@ use crate::aligned::AlignedVec;
 use crate::block_type::{BLOCK, BlockType, Unpacked};
 use crate::half;
 use crate::pool::ThreadPool;
-use crate::simd::{Int8, Isa, Kernel};
+use crate::simd::{Isa, Layout};
 use crate::tensor::{ReadError, Stack};
 
 /// 1.5 * 2^23. Adding it to a small number rounds that to the nearest integer, which is then in the last bits of the sum.
@@ -60,7 +60,7 @@ impl QuantWeights {
         let size = blocks * each;
         let mut bytes = AlignedVec::zeros(stack.panels(width) * size);
         let shared = bytes.shared();
-        let layout = Layout::of(isa);
+        let layout = isa.layout();
         stack.for_each_panel(pool, width, |panel, rows| {
             // SAFETY: each panel is written by one call.
             let out = unsafe { shared.write(panel * size, size) };
@@ -89,7 +89,7 @@ impl QuantWeights {
     pub(crate) fn read_row(&self, column: usize, out: &mut [f32]) {
         let width = self.isa.panel();
         for (out, bytes) in out.chunks_mut(BLOCK).zip(self.panel(column / width).chunks_exact(block_bytes(width, self.bits))) {
-            let block = Block::read(bytes, width, column % width, self.bits, Layout::of(self.isa));
+            let block = Block::read(bytes, width, column % width, self.bits, self.isa.layout());
             out.copy_from_slice(&block.numbers()[..out.len()]);
         }
     }
@@ -119,29 +119,6 @@ pub(super) const fn block_bytes(width: usize, bits: Bits) -> usize {
     match bits {
         Bits::Eight => width * (2 + BLOCK),
         Bits::Four => width * (4 + BLOCK / 2),
-    }
-}
-
-/// Layout of 8-bit weights for an instruction set.
-#[derive(Clone, Copy)]
-struct Layout {
-    /// Number of a column's weights that are adjacent.
-    group: usize,
-    /// Offset that is added to the stored weights.
-    offset: u8,
-}
-
-impl Layout {
-    fn of(isa: Isa) -> Self {
-        struct Of;
-        impl Kernel for Of {
-            type Output = Layout;
-            #[inline(always)]
-            fn run<S: Int8>(self, _: S) -> Layout {
-                Layout { group: S::GROUP, offset: S::OFFSET as u8 }
-            }
-        }
-        isa.run(Of)
     }
 }
 
@@ -185,7 +162,7 @@ impl Block {
         to[2 * column..][..2].copy_from_slice(&self.scale.to_le_bytes());
         match bits {
             Bits::Eight => {
-                let Layout { group, offset } = layout;
+                let Layout { group, offset, .. } = layout;
                 for (i, codes) in self.codes.chunks_exact(group).enumerate() {
                     let to = &mut to[2 * width + group * (i * width + column)..][..group];
                     to.iter_mut().zip(codes).for_each(|(to, &code)| *to = (code as u8).wrapping_add(offset));
@@ -206,7 +183,7 @@ impl Block {
         let scale = half(2 * column);
         match bits {
             Bits::Eight => {
-                let Layout { group, offset } = layout;
+                let Layout { group, offset, .. } = layout;
                 let code = |i: usize| from[2 * width + group * (i / group * width + column) + i % group].wrapping_sub(offset) as i8;
                 Self { scale, shift: 0, codes: std::array::from_fn(code) }
             }

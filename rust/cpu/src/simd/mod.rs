@@ -262,6 +262,19 @@ pub struct Isa {
     matrices: Matrices,
 }
 
+/// How the kernels of an instruction set need weights and activations.
+#[derive(Clone, Copy)]
+pub(crate) struct Layout {
+    /// Number of columns in a panel of weights.
+    panel: usize,
+    /// Maximum rows in a tile of activations.
+    rows: usize,
+    /// Number of a column's 8-bit weights that are adjacent.
+    pub(crate) group: usize,
+    /// Offset that is added to stored 8-bit weights.
+    pub(crate) offset: u8,
+}
+
 /// Registers of fp32 lanes and integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Vectors {
@@ -399,28 +412,25 @@ impl Isa {
 
     /// Number of columns in a panel of weights.
     pub(crate) fn panel(self) -> usize {
-        struct Width;
-        impl Kernel for Width {
-            type Output = usize;
-            #[inline(always)]
-            fn run<S: Simd>(self, _: S) -> usize {
-                S::LANES * S::VECTORS
-            }
-        }
-        self.run(Width)
+        self.layout().panel
     }
 
     /// Maximum rows in a tile of activations.
     pub(crate) fn rows(self) -> usize {
-        struct Rows;
-        impl Kernel for Rows {
-            type Output = usize;
+        self.layout().rows
+    }
+
+    /// How the kernels need weights and activations.
+    pub(crate) fn layout(self) -> Layout {
+        struct Of;
+        impl Kernel for Of {
+            type Output = Layout;
             #[inline(always)]
-            fn run<S: Simd>(self, _: S) -> usize {
-                S::ROWS
+            fn run<S: Int8>(self, _: S) -> Layout {
+                Layout { panel: S::LANES * S::VECTORS, rows: S::ROWS, group: S::GROUP, offset: S::OFFSET as u8 }
             }
         }
-        self.run(Rows)
+        self.run(Of)
     }
 
     /// Whether the vectors multiply bfloat16 numbers in the processor.
