@@ -228,9 +228,8 @@ def test_timing_a_swap_changes_nothing(tmp_path, runner_for):
 def test_a_step_makes_progress(tmp_path, runner_for):
     write("qwen3", tmp_path)
     driver = Driver(runner_for(tmp_path))
-    before = driver.runner.progress
     driver.step([(driver.add_request(0, prompt(3)), 3)])
-    assert driver.runner.progress != before
+    assert driver.runner.progress > 0
 
 
 def test_blocks_are_copied_before_the_step(tmp_path, runner_for):

@@ -35,7 +35,7 @@ class AnswerFormat:
     ) -> None:
         """`hide` removes control tokens that are not marks from the text, `show` includes the reasoning in the answer."""
         self.model = model
-        if _ONE_CALL in model.tokenizer.template.source:
+        if tool_spec and _ONE_CALL in model.tokenizer.template.source:
             tool_spec = replace(tool_spec, parallel=False)
         self.tool_spec = tool_spec
         self.parser_type = parser_type
