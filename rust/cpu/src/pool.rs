@@ -89,7 +89,7 @@ impl Taken {
 pub struct Progress(Arc<State>);
 
 impl Progress {
-    /// A number that changes whenever a thread begins an index of a phase.
+    /// A number that grows within a call whenever a thread begins an index of a phase. It starts from 0 in each call.
     pub fn value(&self) -> u64 {
         self.0.taken.iter().fold(0, |sum, taken| sum.wrapping_add(taken.0.0.load(Ordering::Relaxed)))
     }
