@@ -57,7 +57,7 @@ class AnswerFormat:
         # If no mark is a control token, the engine removes control tokens itself.
         hides = hide and bool(self.control_marks)
         self._hidden_texts = [text for text in control_texts if text not in self.control_marks] if hides else []
-        self._hidden = re.compile("|".join(map(re.escape, self._hidden_texts)) or "(?!)")
+        self._hidden = re.compile("|".join(map(re.escape, self._hidden_texts)))
         self._hidden_starts = frozenset(text[0] for text in self._hidden_texts)
         self._longest_hidden = max(map(len, self._hidden_texts), default=1)
 

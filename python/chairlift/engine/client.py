@@ -66,8 +66,8 @@ class AsyncEngine(EngineClient):
     Its settings are those of `config`, or the defaults, changed by keyword arguments. A model's name or path may stand for `config`.
     Use it with `async with`, or call `start` and `close`. Engines with the same `process` run in it, and share its time by `weight`;
     those of a lower `priority` go first, and those with a `target_itl_ms` are to have a step at least that often. An engine without
-    `process` has one of its own. With a `hash_key` of 16 bytes it tells `on_cache_change` what its prefix cache gains and loses, by
-    names under this key.
+    `process` starts a process for itself. `hash_key` is 16 bytes. With it the engine calls `on_cache_change` with the
+    names, under this key, of the blocks that its prefix cache gains and loses.
     """
 
     def __init__(

@@ -134,10 +134,11 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     if not suppressed and not any(isinstance(word, str) for word in params.bad_words):
         return params
     words: dict[tuple[int, ...], None] = {}
+    line = tokenizer.encode("\n", add_special_tokens=False) if tokenizer.strips_first_space else None
     for word in params.bad_words:
         if isinstance(word, str):
             bare = word.lstrip(" ")
-            found = [_tokens_within(tokenizer, text) for text in (bare, " " + bare)]
+            found = [_tokens_within(tokenizer, text, line) for text in (bare, " " + bare)]
         else:
             found = [word]
         words.update(dict.fromkeys(filter(None, found)))
@@ -145,10 +146,12 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     return replace(params, bad_words=tuple(words))
 
 
-def _tokens_within(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Returns the tokens of a text within another one: without the space that some tokenizers put before the first word."""
-    if tokenizer.strips_first_space:
-        line = tokenizer.encode("\n", add_special_tokens=False)
+def _tokens_within(tokenizer: Tokenizer, text: str, line: list[int] | None) -> tuple[int, ...]:
+    """Returns the tokens of a text within another one: without the space that some tokenizers put before the first word.
+
+    `line` has the tokens of a line break if the tokenizer is one of these.
+    """
+    if line is not None:
         tokens = tokenizer.encode("\n" + text, add_special_tokens=False)
         if tokens[: len(line)] == line:
             return tuple(tokens[len(line) :])

@@ -348,8 +348,8 @@ mod tests {
             let mut first = true;
             worker.parallel_for(12, |piece| {
                 if std::mem::take(&mut first) {
-                    firsts.lock().expect("nobody panics").push((index, piece));
-                    while firsts.lock().expect("nobody panics").len() < 3 {
+                    firsts.lock().expect("no thread panics").push((index, piece));
+                    while firsts.lock().expect("no thread panics").len() < 3 {
                         thread::yield_now();
                     }
                 }
@@ -360,7 +360,7 @@ mod tests {
                 left.fetch_sub(usize::from(piece > 0), Ordering::Relaxed);
             });
         });
-        let mut firsts = firsts.into_inner().expect("nobody panics");
+        let mut firsts = firsts.into_inner().expect("no thread panics");
         firsts.sort_unstable();
         assert_eq!(firsts, [(0, 0), (1, 4), (2, 8)]);
     }
@@ -380,12 +380,12 @@ mod tests {
         pool.run(|worker| {
             for _ in 0..3 {
                 worker.parallel_for(4, |_| {
-                    let mut values = values.lock().expect("nobody panics");
+                    let mut values = values.lock().expect("no thread panics");
                     values.push(progress.value());
                 });
             }
         });
-        let values = values.into_inner().expect("nobody panics");
+        let values = values.into_inner().expect("no thread panics");
         let ended = progress.value();
         assert!(values.is_sorted() && values[0] > 0 && values[11] <= ended, "{values:?}");
         // The other thread can have begun an index too, while a thread held the lock.

@@ -107,9 +107,8 @@ impl KvCache {
 
     /// Copies blocks to the host pool (block, host block), then blocks from it (host block, block).
     fn swap(&self, py: Python<'_>, outs: Vec<(u32, u32)>, ins: Vec<(u32, u32)>) -> PyResult<()> {
-        let (from, host_to): (Vec<_>, Vec<_>) = outs.iter().copied().unzip();
-        let (host_from, to): (Vec<_>, Vec<_>) = ins.iter().copied().unzip();
-        self.check(from.into_iter().chain(to), host_to.into_iter().chain(host_from))?;
+        let blocks = outs.iter().map(|out| out.0).chain(ins.iter().map(|into| into.1));
+        self.check(blocks, outs.iter().map(|out| out.1).chain(ins.iter().map(|into| into.0)))?;
         py.detach(|| lock(&self.parts).iter_mut().for_each(|part| part.swap(&outs, &ins)));
         Ok(())
     }

@@ -168,7 +168,7 @@ impl Shadow {
     /// The results since the last call: those with the recorded settings and with each of the others, and the recorded ones.
     pub fn take(&mut self) -> (Vec<Report>, Vec<Recorded>) {
         let report = |engine: &mut Replica| {
-            // Without a router nobody else takes these.
+            // Without a router, only this engine takes these.
             engine.take_computed();
             engine.take_report()
         };

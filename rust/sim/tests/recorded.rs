@@ -86,7 +86,7 @@ fn sessions_that_said_that_they_end_let_the_next_begin_in_a_simulated_run_too() 
             let prompt = vec![1000 + number as Token; 60 + 15 * turn as usize];
             core.add(Request { tag: 3 * number + turn, prompt, max_new_tokens: 8, ..scheduling }, now).unwrap();
             while !core.is_idle() {
-                let plan = core.plan(now).expect("nobody else has the cache");
+                let plan = core.plan(now).expect("a request that can run");
                 now += 2000 + 1000 * Time::from(plan.load.prefill_tokens);
                 let sampled = vec![5; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
                 core.commit(plan, &sampled, now, &mut outputs);

@@ -30,7 +30,7 @@ def argument_types(parameters: Mapping[str, Any] | None) -> dict[str, frozenset[
 
 
 def argument_json(text: str, types: frozenset[str]) -> str:
-    """Returns the JSON of an argument that a model wrote as `text`: the value that it spells if that has one of `types`, else the text.
+    """Returns the JSON of an argument that a model wrote as `text`: its value if that has one of `types`, else the text.
 
     Where no text is allowed, the value may be spelled as a literal of Python.
     """

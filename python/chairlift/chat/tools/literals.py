@@ -170,7 +170,7 @@ class Pythonic(ToolParser):
         """Consumes one call; returns its name and its arguments as JSON."""
         name = ""
         while (character := (yield from self._peek())) != "(":
-            if not (character.isidentifier() or character.isdigit() or character in tuple("-.:/")) or len(name) == _MAX_NAME:
+            if not (character.isidentifier() or character.isdigit() or character in ("-", ".", ":", "/")) or len(name) == _MAX_NAME:
                 raise InvalidCall
             name += character
             self._take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, PrivateAttr, WithJsonSchema
@@ -70,6 +71,12 @@ _STRUCTURED = {
 }
 
 
+def check_one_format(names: Sequence[str]) -> None:
+    """Raises InvalidRequest if several fields, which have these names, say what form the answer has."""
+    if len(names) > 1:
+        raise InvalidRequest(f"{' and '.join(names)} are both set: send only one", param=names[1])
+
+
 class StructuredOutputFields(BaseModel):
     """The structured-output fields of a request, of which at most one may be set.
 
@@ -98,8 +105,7 @@ class StructuredOutputFields(BaseModel):
         fields = {name: getattr(self, name) for name in StructuredOutputFields.model_fields}
         # Clients of other servers send an empty format or grammar for none.
         names = [name for name, value in fields.items() if value is not None and (value != "" or name not in ("format", "grammar"))]
-        if len(names) > 1:
-            raise InvalidRequest(f"{' and '.join(names)} are both set: send only one", param=names[1])
+        check_one_format(names)
         if not names:
             return None
         [name] = names

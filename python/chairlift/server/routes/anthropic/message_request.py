@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from chairlift.errors import InvalidRequest, brief
 from chairlift.server.chat.request import MAX_ID, MAX_MESSAGES, MAX_TOOLS, ChatRequest, media_note, renamed_fields
 from chairlift.server.schema.fields import GenerationParams
+from chairlift.server.schema.response_format import check_one_format
 
 _BLOCKS = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
 
@@ -110,8 +111,7 @@ class CountRequest(GenerationParams):
         newer = None if self.output_config is None else self.output_config.format
         formats = {"response_format": body.get("response_format"), "output_config.format": newer, "output_format": self.output_format}
         given = [name for name, value in formats.items() if value]
-        if len(given) > 1:
-            raise InvalidRequest(f"{given[0]} and {given[1]} are both set: send only one", param=given[1])
+        check_one_format(given[:2])
         if output_format := newer or self.output_format:
             if output_format.get("type") == "json_schema":
                 output_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": output_format.get("schema")}}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from chairlift.errors import InvalidRequest, brief
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, media_note, renamed_fields
 from chairlift.server.schema.fields import GenerationParams, ServiceTier
+from chairlift.server.schema.response_format import check_one_format
 
 FIELD_NAMES = {
     "messages": "input",
@@ -153,8 +154,7 @@ class ResponsesRequest(GenerationParams):
             body["tools"] = [one for tool in self.tools for one in tool.chat_tools()]
         body["tool_choice"] = self._choice()
         if text_format := self.text and self.text.format:
-            if "response_format" in body:
-                raise InvalidRequest("response_format and text.format are both set: send only one", param="text.format")
+            check_one_format(["response_format", "text.format"] if "response_format" in body else ["text.format"])
             body["response_format"] = _response_format(text_format)
         with renamed_fields(FIELD_NAMES):
             return ChatRequest.read(body)[0]
