@@ -33,6 +33,7 @@ __all__ = [
     "NeverFits",
     "NoNewTokens",
     "Outputs",
+    "PartialText",
     "QueueFull",
     "RecurrentHeads",
     "Rejected",
@@ -1247,6 +1248,26 @@ class Encoder:
         Text i has the ids from `starts[i]` to `starts[i + 1]`. `types` has the type of each token, or is empty if all are 0. Raises
         ValueError for empty or too long texts and for unknown ids or types.
         """
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+
+    def advance(self, text: PartialText, blocks: int) -> None:
+        """Computes a text up to its first `blocks` blocks, or up to the last block, which is left to `finish`, without the GIL.
+
+        Raises ValueError for an empty or too long text and for unknown ids or types.
+        """
+
+    def finish(self, text: PartialText, out: NDArray[np.float32]) -> None:
+        """Computes the rest of a text and writes its result to `out` [1, width], as `embed` does. The text is then as new."""
+
+@final
+class PartialText:
+    """A text that an encoder computes a few blocks at a time. From its first block on it has its states, float32 [tokens, hidden size]."""
+
+    def __new__(cls, ids: NDArray[np.int32], types: NDArray[np.int32]) -> PartialText:
+        """A text of which nothing has been computed. `types` has the type of each token, or is empty if all are 0."""
 
 @final
 class StateCache:

@@ -18,6 +18,7 @@ from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
 from chairlift.runner.cpu_encoder import build_encoder
 from chairlift.runner.interface import Runner
+from chairlift.runner.long_texts import LongTexts
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import decide
@@ -31,7 +32,7 @@ class EncoderRunner(Runner):
     """A runner that computes embeddings of texts instead of tokens.
 
     A text is computed whole in the step that has its last token, so keys and values are not kept: the KV blocks exist only as numbers.
-    Texts that arrive during a step wait for its end.
+    One with more tokens than a step is computed in parts (see `LongTexts`).
     """
 
     batch_invariant = True
@@ -75,6 +76,7 @@ class EncoderRunner(Runner):
         self.buffers = [StepBuffers(Layout(config.step_tokens, config.slots, kv_blocks))]
         self._texts: list[tuple[np.ndarray, int]] = [(np.zeros(0, dtype=np.int32), 0)] * config.slots
         """The tokens of each slot's text, and the first token of the second text of a pair."""
+        self._long = LongTexts(self._encoder, config.step_tokens)
 
     @property
     def progress(self) -> int:
@@ -89,16 +91,31 @@ class EncoderRunner(Runner):
 
     def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int, **rest: object) -> None:
         """Assigns a batch slot to a text."""
+        self.remove_request(slot)
         self._texts[slot] = tokens[:prompt_len], prompt_len if params.second_text is None else params.second_text
+
+    def remove_request(self, slot: int) -> None:
+        """Forgets what has been computed of a slot's text."""
+        self._long.forget(slot)
 
     def launch(self, buffer_index: int, sizes: StepSizes) -> np.ndarray:
         """Computes the embeddings of the texts that end in this step: float32 [texts, numbers], NaN where a weight overflows."""
-        slots = self.buffers[buffer_index].sample_slots[: sizes.samples].tolist()
-        texts = [self._texts[slot] for slot in slots]
+        buffers = self.buffers[buffer_index]
+        ending = buffers.sample_slots[: sizes.samples].tolist()
+        for slot, computed in zip(buffers.batch_slots[: sizes.seqs].tolist(), buffers.context_lens[: sizes.seqs].tolist(), strict=True):
+            if slot not in ending:
+                self._long.advance(slot, self._texts[slot][0], self._types([self._texts[slot]]), computed)
+        out = np.empty((len(ending), self.model_config.embedding_size), dtype=np.float32)
+        whole = [at for at, slot in enumerate(ending) if not self._long.finish(slot, out[at : at + 1])]
+        if whole:
+            out[whole] = self._compute([self._texts[ending[at]] for at in whole])
+        return out
+
+    def _compute(self, texts: list[tuple[np.ndarray, int]]) -> np.ndarray:
+        """Computes texts whole."""
         out = np.empty((len(texts), self.model_config.embedding_size), dtype=np.float32)
-        if texts:
-            starts = np.cumsum([0, *(len(tokens) for tokens, _ in texts)], dtype=np.int32)
-            self._encoder.embed(np.concatenate([tokens for tokens, _ in texts]), self._types(texts), starts, out)
+        starts = np.cumsum([0, *(len(tokens) for tokens, _ in texts)], dtype=np.int32)
+        self._encoder.embed(np.concatenate([tokens for tokens, _ in texts]), self._types(texts), starts, out)
         return out
 
     def _types(self, texts: list[tuple[np.ndarray, int]]) -> np.ndarray:

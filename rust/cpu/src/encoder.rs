@@ -11,8 +11,10 @@ mod pass;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
+use crate::aligned::AlignedVec;
 use crate::linear::Rows;
 use crate::mlp::{ShapeError, check};
 use crate::pool::ThreadPool;
@@ -78,6 +80,23 @@ pub enum TextError {
     Types(usize),
 }
 
+/// A text that is computed a few blocks at a time, so that other texts need not wait for all of it.
+#[derive(Debug)]
+pub struct PartialText {
+    ids: Vec<i32>,
+    types: Vec<i32>,
+    /// \[tokens\]\[hidden size\] after `blocks` blocks; empty before the first.
+    hidden: AlignedVec<f32>,
+    blocks: usize,
+}
+
+impl PartialText {
+    /// A text of which nothing has been computed. `types` has the type of each token, or is empty if all are 0.
+    pub fn new(ids: Vec<i32>, types: Vec<i32>) -> Self {
+        Self { ids, types, hidden: AlignedVec::default(), blocks: 0 }
+    }
+}
+
 /// The blocks of an encoder, and the buffers of a call.
 #[derive(Debug)]
 pub struct Encoder {
@@ -87,6 +106,8 @@ pub struct Encoder {
     embeddings: Embeddings,
     blocks: Vec<EncoderBlock>,
     head: Head,
+    /// The hidden states of texts that a call computes whole.
+    hidden: AlignedVec<f32>,
     buffers: Buffers,
     rows: Rows,
     pooled_rows: Rows,
@@ -111,8 +132,8 @@ impl Encoder {
         blocks.iter().try_for_each(|block| block.check(isa, &config))?;
         head.dense.iter().try_fold(hidden, |ins, dense| dense.check(isa, ins))?;
         let scratch = (0..pool.size()).map(|_| Mutex::default()).collect();
-        let (buffers, rows, pooled_rows) = (Buffers::default(), Rows::default(), Rows::default());
-        Ok(Self { isa, pool, config, embeddings, blocks, head, buffers, rows, pooled_rows, scratch })
+        let (hidden, buffers, rows, pooled_rows) = (AlignedVec::default(), Buffers::default(), Rows::default(), Rows::default());
+        Ok(Self { isa, pool, config, embeddings, blocks, head, hidden, buffers, rows, pooled_rows, scratch })
     }
 
     /// The length of a text's result.
@@ -129,26 +150,54 @@ impl Encoder {
         if ids.is_empty() {
             return Ok(());
         }
-        let width = self.width();
-        let Self { isa, pool, config, embeddings, blocks, head, buffers, rows, pooled_rows, scratch } = self;
-        let texts = starts.len() - 1;
-        assert!(out.len() >= texts * width, "an embedding for each text");
-        rows.reserve(*isa, ids.len(), ids.len(), blocks.iter().flat_map(EncoderBlock::linears));
-        pooled_rows.reserve(*isa, texts, texts, head.dense.iter().map(|dense| &dense.linear));
-        let pass = Pass::new(
-            *isa,
-            config,
-            (ids, types, &starts),
-            &[rows.packed(*isa, ids.len(), ids.len()), pooled_rows.packed(*isa, texts, texts)],
-            (blocks, head),
-            buffers,
-            out,
-        );
+        assert!(out.len() >= (starts.len() - 1) * self.width(), "an embedding for each text");
+        let mut hidden = std::mem::take(&mut self.hidden);
+        self.run((ids, types, &starts), &mut hidden, 0..self.blocks.len(), out);
+        self.hidden = hidden;
+        Ok(())
+    }
+
+    /// The number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Computes a text up to its first `blocks` blocks, or up to the last block, which is left to `finish`.
+    ///
+    /// Returns an error, and changes nothing, for a text that does not fit the model.
+    pub fn advance(&mut self, text: &mut PartialText, blocks: usize) -> Result<(), TextError> {
+        let starts = self.check(&text.ids, &text.types, &[0, text.ids.len() as i32])?;
+        let blocks = blocks.min(self.blocks.len().saturating_sub(1));
+        if text.blocks < blocks {
+            self.run((&text.ids, &text.types, &starts), &mut text.hidden, text.blocks..blocks, &mut []);
+            text.blocks = blocks;
+        }
+        Ok(())
+    }
+
+    /// Computes the rest of a text and writes its embedding to `out`, \[width\]. The text is then as new.
+    ///
+    /// Returns an error for a text that does not fit the model. Panics if `out` is too short.
+    pub fn finish(&mut self, text: &mut PartialText, out: &mut [f32]) -> Result<(), TextError> {
+        let starts = self.check(&text.ids, &text.types, &[0, text.ids.len() as i32])?;
+        assert!(out.len() >= self.width(), "room for the embedding");
+        self.run((&text.ids, &text.types, &starts), &mut text.hidden, text.blocks..self.blocks.len(), out);
+        text.blocks = 0;
+        Ok(())
+    }
+
+    /// Runs checked texts, which have ids, types and starts, through the blocks in `range`. `hidden` are their states.
+    fn run(&mut self, texts: (&[i32], &[i32], &[usize]), hidden: &mut AlignedVec<f32>, range: Range<usize>, out: &mut [f32]) {
+        let Self { isa, pool, config, embeddings, blocks, head, buffers, rows, pooled_rows, scratch, .. } = self;
+        let (tokens, count) = (texts.0.len(), texts.2.len() - 1);
+        rows.reserve(*isa, tokens, tokens, blocks.iter().flat_map(EncoderBlock::linears));
+        pooled_rows.reserve(*isa, count, count, head.dense.iter().map(|dense| &dense.linear));
+        let packed = [rows.packed(*isa, tokens, tokens), pooled_rows.packed(*isa, count, count)];
+        let pass = Pass::new(*isa, config, texts, &packed, (blocks, head), (hidden, buffers), out);
         pool.run(|worker| {
             let mut scratch = scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner);
-            pass.run(worker, &mut scratch, embeddings, blocks, head);
+            pass.run(worker, &mut scratch, embeddings, (blocks, range.clone()), head);
         });
-        Ok(())
     }
 
     /// Checks what the threads rely on. Returns the starts.

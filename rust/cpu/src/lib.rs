@@ -44,8 +44,8 @@ pub use blocks::{Block, BlockKind, DecoderConfig, SelfAttention, Temperature};
 pub use cache::{KvHeads, KvPlace};
 pub use decoder::Decoder;
 pub use encoder::{
-    Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, Pooling,
-    TextAttention, TextError,
+    Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, PartialText,
+    Pooling, TextAttention, TextError,
 };
 pub use experts::{Mixture, MixtureNorms, SharedExpert};
 pub use grids::{GridError, provide_grid};

@@ -76,6 +76,18 @@ impl EncoderBlock {
     }
 }
 
+/// A text that is computed a few blocks at a time.
+#[pyclass(frozen, module = "chairlift._core")]
+pub(crate) struct PartialText(Mutex<cpu::PartialText>);
+
+#[pymethods]
+impl PartialText {
+    #[new]
+    fn new(py: Python<'_>, ids: PyBuffer<i32>, types: PyBuffer<i32>) -> PyResult<Self> {
+        Ok(Self(Mutex::new(cpu::PartialText::new(ids.to_vec(py)?, types.to_vec(py)?))))
+    }
+}
+
 /// Blocks between embeddings and a head, with their own threads.
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct Encoder(Mutex<cpu::Encoder>, cpu::Progress);
@@ -166,17 +178,46 @@ impl Encoder {
         out: &Bound<'_, PyArray2<f32>>,
     ) -> PyResult<()> {
         let (ids, types, starts) = (ids.to_vec(py)?, types.to_vec(py)?, starts.to_vec(py)?);
+        self.write(py, out, starts.len().wrapping_sub(1), |encoder, out| encoder.embed(&ids, &types, &starts, out))
+    }
+
+    /// The number of blocks.
+    #[getter]
+    fn blocks(&self) -> usize {
+        lock(&self.0).blocks()
+    }
+
+    /// Computes a text up to its first `blocks` blocks, or up to the last block, which is left to `finish`.
+    fn advance(&self, py: Python<'_>, text: &PartialText, blocks: usize) -> PyResult<()> {
+        py.detach(|| lock(&self.0).advance(&mut lock(&text.0), blocks)).map_err(invalid)
+    }
+
+    /// Computes the rest of a text and writes its result to `out` [1, width]. The text is then as new.
+    fn finish(&self, py: Python<'_>, text: &PartialText, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
+        self.write(py, out, 1, |encoder, out| encoder.finish(&mut lock(&text.0), out))
+    }
+}
+
+impl Encoder {
+    /// Has `compute` write the results of texts to `out`.
+    fn write(
+        &self,
+        py: Python<'_>,
+        out: &Bound<'_, PyArray2<f32>>,
+        texts: usize,
+        compute: impl FnOnce(&mut cpu::Encoder, &mut [f32]) -> Result<(), cpu::TextError> + Send,
+    ) -> PyResult<()> {
         let [rows, width] = [out.shape()[0], out.shape()[1]];
         let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("embeddings cannot be written: {error}")))?;
         let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("embeddings need a C-contiguous float32 array"))?;
-        let embedded = py.detach(|| {
+        let written = py.detach(|| {
             let mut encoder = lock(&self.0);
-            if rows + 1 != starts.len() || width != encoder.width() {
+            if rows != texts || width != encoder.width() {
                 return Err(format!("there must be a row of {} numbers for each text", encoder.width()));
             }
-            encoder.embed(&ids, &types, &starts, out).map_err(|error| error.to_string())
+            compute(&mut encoder, out).map_err(|error| error.to_string())
         });
-        embedded.map_err(PyValueError::new_err)
+        written.map_err(PyValueError::new_err)
     }
 }
 

@@ -38,7 +38,7 @@ mod _core {
         Decoder, DecoderBlock, RecurrentHeads, bf16_products, block_types, byte_products, instruction_sets, matrix_tiles, provide_grid,
     };
     #[pymodule_export]
-    use crate::encoder::{Encoder, EncoderBlock};
+    use crate::encoder::{Encoder, EncoderBlock, PartialText};
     #[pymodule_export]
     use crate::errors::{EmptyPrompt, NeverFits, NoNewTokens, QueueFull, Rejected, TooLong};
     #[pymodule_export]

@@ -1,4 +1,6 @@
-//! Runs a call through the blocks of an encoder, in phases on the thread pool.
+//! Runs a call through blocks of an encoder, in phases on the thread pool.
+
+use std::ops::Range;
 
 use super::attention::{self, Attend, Attention};
 use super::blocks::{Dense, DenseActivation, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Norm, TextAttention};
@@ -14,8 +16,6 @@ use crate::unsafe_slice::UnsafeSlice;
 /// Buffers that are reused from call to call.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
-    /// \[tokens\]\[hidden size\].
-    hidden: AlignedVec<f32>,
     /// Queries, keys and values, \[tokens\]\[heads\]\[head dim\].
     qkv: AlignedVec<f32>,
     /// Outputs of attention, \[tokens\]\[query heads\]\[head dim\].
@@ -63,22 +63,22 @@ pub(super) struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// Creates the pass of a call and makes room for it in `buffers`. `texts` are the ids, the types and the starts; `packed` are the rows
-    /// of tokens and those of texts.
+    /// Creates the pass of a call and makes room for it in `hidden`, \[tokens\]\[hidden size\], and `buffers`. `texts` are the ids, the types
+    /// and the starts; `packed` are the rows of tokens and those of texts.
     pub(super) fn new(
         isa: Isa,
         config: &'a EncoderConfig,
         texts: (&'a [i32], &'a [i32], &'a [usize]),
         packed: &[Packed<'a>; 2],
         (blocks, head): (&[EncoderBlock], &Head),
-        buffers: &'a mut Buffers,
+        (hidden, buffers): (&'a mut AlignedVec<f32>, &'a mut Buffers),
         out: &'a mut [f32],
     ) -> Self {
         let (ids, types, starts) = texts;
-        let (tokens, hidden) = (ids.len(), config.hidden_size);
+        let (tokens, width) = (ids.len(), config.hidden_size);
         let longest = starts.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
         let cos_sin_width = config.ropes.iter().map(Rope::width).sum();
-        let pooled_width = head.dense.iter().map(|dense| dense.linear.matrix.outs).fold(hidden, usize::max);
+        let pooled_width = head.dense.iter().map(|dense| dense.linear.matrix.outs).fold(width, usize::max);
         let inner = blocks.iter().map(|block| block.linears()[1].matrix.ins).max().unwrap_or(0);
         let room = |buffer: &'a mut AlignedVec<f32>, rows: usize, width: usize| {
             buffer.reserve(rows * width);
@@ -94,38 +94,48 @@ impl<'a> Pass<'a> {
             packed_texts: packed[1],
             cos_sin_width,
             pooled_width,
-            hidden: room(&mut buffers.hidden, tokens, hidden),
+            hidden: room(hidden, tokens, width),
             qkv: room(&mut buffers.qkv, tokens, config.qkv_width()),
             attended: room(&mut buffers.attended, tokens, config.widths().0),
             inner: room(&mut buffers.inner, tokens, inner),
-            output: room(&mut buffers.output, tokens, hidden),
+            output: room(&mut buffers.output, tokens, width),
             cos_sin: room(&mut buffers.cos_sin, longest, cos_sin_width),
             pooled: room(&mut buffers.pooled, starts.len() - 1, pooled_width),
             out: UnsafeSlice::new(out),
         }
     }
 
-    /// Runs the embeddings, all blocks and the head.
+    /// Runs the blocks in `range`: before the first, the embeddings, and after the last, the head.
     pub(super) fn run(
         &self,
         worker: &mut Worker<'_>,
         scratch: &mut Scratch,
         embeddings: &Embeddings,
-        blocks: &[EncoderBlock],
+        (blocks, range): (&[EncoderBlock], Range<usize>),
         head: &Head,
     ) {
-        self.embed(worker, embeddings);
+        if range.start == 0 {
+            self.embed(worker, embeddings);
+        }
         self.turn(worker);
         // The norm of a sum is applied when the next block reads the states.
-        let mut pending = embeddings.norm.as_ref();
-        for block in blocks {
+        let before = range.start.checked_sub(1).map(|last| &blocks[last]);
+        let mut pending = before.map_or(embeddings.norm.as_ref(), |block| block.sum_norm.as_ref());
+        for block in &blocks[range.clone()] {
             match &block.kind {
                 EncoderBlockKind::Attention(attention) => self.attend(worker, scratch, block, attention, pending),
                 EncoderBlockKind::Mlp(mlp) => self.mlp(worker, scratch, block, mlp, pending),
             }
             pending = block.sum_norm.as_ref();
         }
-        self.pool(worker, scratch, pending.or(head.norm.as_ref()), head.pooling);
+        if range.end == blocks.len() {
+            self.finish(worker, scratch, pending.or(head.norm.as_ref()), head);
+        }
+    }
+
+    /// Runs the head. `pending` is the norm of the states.
+    fn finish(&self, worker: &mut Worker<'_>, scratch: &mut Scratch, pending: Option<&Norm>, head: &Head) {
+        self.pool(worker, scratch, pending, head.pooling);
         for dense in &head.dense {
             self.dense(worker, scratch, dense);
         }

@@ -4,7 +4,7 @@
 use crate::decoder::tests::numbers;
 use crate::{
     Activation, DType, Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Isa,
-    Linear, Matrix, Merge, Norm, Numbers, Pooling, Rope, Source, Tensor, TextAttention, TextError, ThreadPool,
+    Linear, Matrix, Merge, Norm, Numbers, PartialText, Pooling, Rope, Source, Tensor, TextAttention, TextError, ThreadPool,
 };
 
 const HIDDEN: usize = 36;
@@ -121,6 +121,37 @@ fn an_embedding_has_the_same_bits_alone_and_in_a_batch() {
             assert!(classifies || (squares - 1.0).abs() < 1e-5, "{isa:?} {pooling:?}: {squares}");
         }
     }
+}
+
+#[test]
+fn a_text_that_is_computed_in_parts_has_the_same_bits() {
+    let [long, short]: [Vec<i32>; 2] = [7, 5].map(|step| (0..POSITIONS as i32).map(|i| i * step % VOCABULARY as i32).collect());
+    let types = |ids: &[i32]| ids.iter().map(|id| i32::from(id % 3 == 0)).collect();
+    for isa in Isa::without_digits() {
+        for pooling in [Pooling::First, Pooling::Mean] {
+            let mut encoder = encoder(isa, 2, pooling, true);
+            let whole = embed(&mut encoder, &[&long, &short[..9]]);
+            for parts in [&[][..], &[0, 1], &[1, 2, 3], &[2, 2], &[3, 9], &[3, 1]] {
+                let mut texts = [&long[..], &short[..9]].map(|ids| PartialText::new(ids.to_vec(), types(ids)));
+                for &blocks in parts {
+                    // Another text is computed between the parts.
+                    embed(&mut encoder, &[&[1, 2, 3]]);
+                    for text in &mut texts {
+                        encoder.advance(text, blocks).expect("a sound text");
+                    }
+                }
+                for (text, whole) in texts.iter_mut().zip(&whole) {
+                    let mut out = vec![0.0; encoder.width()];
+                    encoder.finish(text, &mut out).expect("a sound text");
+                    assert_eq!(&out.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), whole, "{isa:?} {pooling:?} {parts:?}");
+                }
+            }
+        }
+    }
+    let mut encoder = encoder(Isa::best(), 1, Pooling::Mean, false);
+    let mut wrong = PartialText::new(vec![VOCABULARY as i32], vec![]);
+    assert_eq!(encoder.advance(&mut wrong, 1), Err(TextError::Token(VOCABULARY as i32)));
+    assert!(encoder.finish(&mut wrong, &mut [0.0; HIDDEN]).is_err());
 }
 
 #[test]
