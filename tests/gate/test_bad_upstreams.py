@@ -9,6 +9,8 @@ import httpx
 import pytest
 from gate_here import Server, gate_here
 
+from chairlift.gate.whole_events import MAX_EVENT, WholeEvents
+
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -115,7 +117,7 @@ def test_an_answer_that_breaks_in_the_middle_ends_there(head, rest):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("rest", [b"", b"half"])
+@pytest.mark.parametrize("rest", [b"", b"half", b"event: half\n"])
 def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(rest):
     kinds = {
         PATH: (b"text/event-stream", EVENT),
@@ -135,11 +137,28 @@ def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(rest):
             return [one.text for one in answers], [one.json()["sequences"][0]["finish"] for one in explained]
 
     (chat, messages, ollama), finish = asyncio.run(main())
-    begun = EVENT.decode() + rest.decode()
-    assert chat.startswith(begun + '\n\ndata: {"error":{"message":"the upstream')
-    assert messages.startswith(begun + '\n\nevent: error\ndata: {"type":"error",')
-    assert ollama.startswith("{}\n" + (rest.decode() and "half\n") + '{"error":"the upstream')
+    assert chat.startswith(EVENT.decode() + '\n\ndata: {"error":{"message":"the upstream')
+    assert messages.startswith(EVENT.decode() + '\n\nevent: error\ndata: {"type":"error",')
+    assert ollama.startswith("{}\n" + ("event: half\n" if rest.endswith(b"\n") else "") + '{"error":"the upstream')
     assert finish == ["abort"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces", "passed"),
+    [
+        ("text/event-stream", [b"data: 1\n\nda", b"ta: 2\n", b"\ndata: 3"], [b"data: 1\n\n", b"", b"data: 2\n\n"]),
+        ("text/event-stream", [b"data: 1\r\n\r\nevent: a\r\n", b"data: 2\r\n\r\n"], [b"data: 1\r\n\r\n", b"event: a\r\ndata: 2\r\n\r\n"]),
+        ("text/event-stream", [b"data: 1\r\rdata"], [b"data: 1\r\r"]),
+        ("text/event-stream", [b": ping\n", b": ping\n\n:", b"\n"], [b": ping\n", b": ping\n\n", b":\n"]),
+        ("text/event-stream", [b"data: " + b"x" * MAX_EVENT, b"y", b"\n\nz"], [b"data: " + b"x" * MAX_EVENT, b"", b"y\n\n"]),
+        ("application/x-ndjson", [b"{}\n{", b"}", b"\n"], [b"{}\n", b"", b"{}\n"]),
+        ("application/json", [b"{", b"}"], [b"{", b"}"]),
+    ],
+)
+def test_events_pass_whole(kind, pieces, passed):
+    events = WholeEvents(kind)
+    assert [events.feed(piece) for piece in pieces] == passed
+    assert b"".join(passed) + events.begun == b"".join(pieces)
 
 
 def test_an_answer_that_is_no_http_takes_no_upstream_out():

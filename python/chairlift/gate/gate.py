@@ -36,6 +36,7 @@ from chairlift.gate.upstream import (
     passed_on,
     without_secrets,
 )
+from chairlift.gate.whole_events import WholeEvents
 from chairlift.server.errors import ApiError, for_route
 from chairlift.server.http.body import LARGE, beside, read_raw
 from chairlift.server.model import ServedModel
@@ -289,26 +290,31 @@ async def _pass_body(scope: Scope, response: Any, answer: Answer, held: Admitted
     """Sends an answer's body to the client, but not its end. A stream that breaks off ends with an error; other answers raise it."""
     # Middleware only needs the start and the end of the response.
     raw_send: Send = scope["state"]["raw_send"]
-    data = b"\n"
+    sized = "content-length" in response.headers
+    events, passed = WholeEvents("" if sized else response.content_type), b"\n"
     try:
         async for data in response.content.iter_any():
             before_first_token = answer.ttft is None
             answer.feed(data)
             if held is not None and before_first_token and answer.ttft is not None:
                 held.on_first_token()
-            await raw_send({"type": "http.response.body", "body": data, "more_body": True})
+            if whole := events.feed(data):
+                passed = whole
+                await raw_send({"type": "http.response.body", "body": whole, "more_body": True})
     except FAILURES as error:
-        if not answer.streamed or "content-length" in response.headers:
+        if sized or not answer.streamed:
             raise
         envelope = for_route(_refusal(failure(upstream.url, error)), scope).envelope
-        await raw_send({"type": "http.response.body", "body": _last_event(response.content_type, data, envelope), "more_body": True})
+        await raw_send({"type": "http.response.body", "body": _last_event(response.content_type, passed, envelope), "more_body": True})
     else:
+        if events.begun:
+            await raw_send({"type": "http.response.body", "body": events.begun, "more_body": True})
         if held is not None:
             held.complete = held.answer is not None
 
 
 def _last_event(content_type: str, before: bytes, envelope: dict[str, Any]) -> bytes:
-    """The event that ends a stream with an error. What the stream sent `before` may have ended within an event."""
+    """The event that ends a stream with an error. What was passed on `before` may have ended within a long event."""
     if content_type == JsonLines.media_type:
         return (b"" if before.endswith(b"\n") else b"\n") + JsonLines.error_event(envelope)
     return b"\n\n" + EventStream.error_event(envelope)
