@@ -37,11 +37,7 @@ class Granite(Hermes):
 
     marks = (GRANITE_OPEN, HERMES_OPEN, GRANITE_CLOSE)
     end_mark = GRANITE_CLOSE
-
-    @classmethod
-    def call_format(cls, template: str) -> ToolCallFormat:
-        """One list of all calls."""
-        return ToolCallFormat(f"{GRANITE_OPEN}[", separator=", ", end="]")
+    listed = ToolCallFormat(f"{GRANITE_OPEN}[", separator=", ", end="]")
 
 
 class Nemotron(Hermes):
@@ -49,11 +45,7 @@ class Nemotron(Hermes):
 
     marks = (NEMOTRON_OPEN, NEMOTRON_CLOSE)
     end_mark = NEMOTRON_CLOSE
-
-    @classmethod
-    def call_format(cls, template: str) -> ToolCallFormat:
-        """One list of all calls."""
-        return ToolCallFormat(f"{NEMOTRON_OPEN}[", separator=", ", end=f"]{NEMOTRON_CLOSE}")
+    listed = ToolCallFormat(f"{NEMOTRON_OPEN}[", separator=", ", end=f"]{NEMOTRON_CLOSE}")
 
 
 class Cohere(Hermes):
@@ -61,12 +53,9 @@ class Cohere(Hermes):
 
     marks = (COHERE_OPEN, COHERE_CLOSE)
     end_mark = COHERE_CLOSE
-
-    @classmethod
-    def call_format(cls, template: str) -> ToolCallFormat:
-        """One list of all calls."""
-        before = '{"tool_call_id": "0", "tool_name": "'
-        return ToolCallFormat(f"{COHERE_OPEN}[", before, '", "parameters": ', separator=", ", end=f"]{COHERE_CLOSE}")
+    listed = ToolCallFormat(
+        f"{COHERE_OPEN}[", '{"tool_call_id": "0", "tool_name": "', '", "parameters": ', separator=", ", end=f"]{COHERE_CLOSE}"
+    )
 
 
 class Hunyuan(Hermes):
@@ -77,11 +66,7 @@ class Hunyuan(Hermes):
 
     marks = (HUNYUAN_OPEN, HUNYUAN_CLOSE)
     end_mark = HUNYUAN_CLOSE
-
-    @classmethod
-    def call_format(cls, template: str) -> ToolCallFormat:
-        """One list of all calls."""
-        return ToolCallFormat(f"{HUNYUAN_OPEN}[", separator=", ", end=f"]{HUNYUAN_CLOSE}")
+    listed = ToolCallFormat(f"{HUNYUAN_OPEN}[", separator=", ", end=f"]{HUNYUAN_CLOSE}")
 
     def _call(self) -> ParserSteps:
         yield from self._objects()

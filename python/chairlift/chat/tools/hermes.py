@@ -18,12 +18,14 @@ class Hermes(ToolParser):
 
     marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, HERMES_CLOSE)
     end_mark = HERMES_CLOSE
+    listed: ClassVar[ToolCallFormat | None] = None
+    """How a model writes a list of all calls, if it does so."""
 
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:
-        """The format of Qwen's templates, with line breaks."""
+        """One list of all calls, or the format of Qwen's templates, with line breaks."""
         begin, end = f"{cls.marks[0]}\n", f"\n{cls.end_mark}"
-        return ToolCallFormat(begin, separator=f"{end}\n{begin}", end=end)
+        return cls.listed or ToolCallFormat(begin, separator=f"{end}\n{begin}", end=end)
 
     def _parse(self) -> ParserSteps:
         yield from self._marked_calls(self._call, (self.end_mark,))
