@@ -143,9 +143,7 @@ def _mode(choice: Any, field: str) -> tuple[str, list[str] | None]:
             return "required", None
         case "none" | "auto" | "required" if field == "tool_choice" or choice != "required":
             return str(choice), None
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}} if (
-            field == "tool_choice"
-        ):
+        case {"type": "function" | "custom"} if field == "tool_choice" and (name := _function_name(choice)) is not None:
             return "named", [name]
         case {"name": str(name)} if field == "function_call":
             return "named", [name]
@@ -158,7 +156,7 @@ def _mode(choice: Any, field: str) -> tuple[str, list[str] | None]:
 
 
 def _function_name(tool: object) -> str | None:
-    """Returns the function that an entry of `allowed_tools` names."""
+    """Returns the function that `tool_choice`, or an entry of its `allowed_tools`, names."""
     match tool:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
             return name

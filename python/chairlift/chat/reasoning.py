@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from chairlift.chat.tools.parser import safe_end
 from chairlift.grammar.source import ReasoningFormat
 
 REASONING_FORMATS = {
@@ -168,7 +169,7 @@ class ReasoningParser:
             self._at_start = not self._format.repeats
             self._parts += self._begun
             return
-        at = len(text) if final else _safe_end(text, (end,))
+        at = len(text) if final else safe_end(text, (end,))
         self._emit_reasoning(text[:at], reasoning)
         self._text = text[at:]
 
@@ -200,20 +201,11 @@ class ReasoningParser:
         text = self._dropped.sub("", text)
         text = text.lstrip() if self._at_start else text
         marks = (form.start,) if form.repeats else form.dropped
-        at = len(text) if final or not marks else _safe_end(text, marks)
+        at = len(text) if final or not marks else safe_end(text, marks)
         answer.append(text[:at])
         self._at_start = self._at_start and not text[:at]
         self._head = (self._head + text[:at])[-_MAX_HEAD:] if form.repeats else ""
         self._text = text[at:]
-
-
-def _safe_end(text: str, marks: Sequence[str]) -> int:
-    """Returns the end of the text, before any suffix that may begin a mark."""
-    longest = max(map(len, marks)) - 1
-    for start in range(max(0, len(text) - longest), len(text)):
-        if any(mark.startswith(text[start:]) for mark in marks):
-            return start
-    return len(text)
 
 
 class ReasoningTokens:

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -166,13 +166,7 @@ class ToolParser(ABC):
 
     def _safe_end(self, marks: tuple[str, ...]) -> int:
         """Returns the end of the text, before any suffix that may begin a mark."""
-        if self._over:
-            return len(self._text)
-        longest = max(map(len, marks)) - 1
-        for start in range(max(self._at, len(self._text) - longest), len(self._text)):
-            if any(mark.startswith(self._text[start:]) for mark in marks):
-                return start
-        return len(self._text)
+        return len(self._text) if self._over else safe_end(self._text, marks, self._at)
 
     def _peek(self) -> Generator[None, None, str]:
         """Returns the next character without consuming it; "" at the end."""
@@ -344,6 +338,15 @@ class ToolParser(ABC):
         """Returns the next arguments of the newest call."""
         if text:
             self._output.append(ToolCallDelta(self._calls - 1, text))
+
+
+def safe_end(text: str, marks: Sequence[str], begin: int = 0) -> int:
+    """Returns the end of the text, before any suffix from `begin` on that may begin a mark."""
+    longest = max(map(len, marks)) - 1
+    for start in range(max(begin, len(text) - longest), len(text)):
+        if any(mark.startswith(text[start:]) for mark in marks):
+            return start
+    return len(text)
 
 
 def _object_text(text: str) -> str:
