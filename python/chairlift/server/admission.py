@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from chairlift.server.errors import ApiError, unavailable
+from chairlift.server.errors import ApiError, too_many, unavailable
 from chairlift.server.keys import Tenant
 
 if TYPE_CHECKING:
@@ -62,12 +61,14 @@ class Admission:
         if tenant.max_requests is not None and own.open + new > tenant.max_requests:
             # The time until the next of them ends, if they started evenly spaced.
             after = self._mean_duration / max(1, own.open)
-            raise _too_many(f"tenant {tenant.name} has {own.open} requests in flight, its limit: wait for one to end", after)
+            message = f"tenant {tenant.name} has {own.open} requests in flight, its limit: wait for one to end"
+            raise too_many(message, "rate_limit_exceeded", after)
         if tenant.max_queued is not None and own.waiting + more > tenant.max_queued:
-            raise _too_many(f"tenant {tenant.name} has {own.waiting} requests waiting, its limit: try again later", self._predicted_wait())
+            message = f"tenant {tenant.name} has {own.waiting} requests waiting, its limit: try again later"
+            raise too_many(message, "rate_limit_exceeded", self._predicted_wait())
         if queued and self._max_queued is not None and self._all.waiting + more > self._max_queued:
             message = f"{self._all.waiting} requests are waiting, the limit is {self._max_queued} (--max-num-queued-reqs)"
-            raise unavailable(message, "queue_full", _whole_seconds(self._predicted_wait()))
+            raise unavailable(message, "queue_full", self._predicted_wait())
 
     def _check_possible(self, tenant: Tenant, prompts: int, *, queued: bool) -> None:
         """Raises ApiError 400 if so many prompts may not wait even alone."""
@@ -150,12 +151,3 @@ class Ticket:
             self._waiting, self._admitted_at = 0, None
         while self._releases:
             self._releases.pop()()
-
-
-def _too_many(message: str, seconds: float) -> ApiError:
-    headers = {"retry-after": str(_whole_seconds(seconds))}
-    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
-
-
-def _whole_seconds(seconds: float) -> int:
-    return max(1, math.ceil(seconds))

@@ -69,6 +69,10 @@ class ApiError(Exception):
         reason = _CODES.get(self.envelope["error"]["code"]) or _STATUSES.get(self.status)
         return reason or ("invalid" if 400 <= self.status < 500 else None)
 
+    def refusal(self) -> Refusal:
+        """Returns what explanations say of a request that was refused with it."""
+        return Refusal.of(self.status, self.envelope["error"])
+
     def response(self) -> Response:
         """Returns the HTTP response."""
         return Response(json.dumps(self.envelope), self.status, self.headers, "application/json")
@@ -143,9 +147,24 @@ def for_route(error: ApiError, scope: Scope) -> ApiError:
 _ROUTES = "GET /openapi.json lists all routes. The base URL ends with /v1 for OpenAI's clients, and without it for Anthropic's"
 
 
-def unavailable(message: str, code: str, retry_after: int, *, admitted: bool = False) -> ApiError:
+def unavailable(message: str, code: str, retry_after: float, *, admitted: bool = False) -> ApiError:
     """A 503 error that asks the client to retry after `retry_after` seconds. See `ApiError` for `admitted`."""
-    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": str(retry_after)}, admitted=admitted)
+    return ApiError(503, message, type="server_error", code=code, headers=_retry_after(retry_after), admitted=admitted)
+
+
+def too_many(message: str, code: str | None, retry_after: float | None, *, param: str | None = None, admitted: bool = False) -> ApiError:
+    """A 429 error that asks the client to retry after `retry_after` seconds, if they are known. See `ApiError` for `admitted`."""
+    headers = None if retry_after is None else _retry_after(retry_after)
+    return ApiError(429, message, type="rate_limit_error", param=param, code=code, headers=headers, admitted=admitted)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(whole_seconds(seconds))}
+
+
+def whole_seconds(seconds: float) -> int:
+    """Rounds a wait up to seconds, of which headers have at least one."""
+    return max(1, math.ceil(seconds))
 
 
 def api_error(error: Exception, route: str = "the request") -> ApiError:
@@ -161,8 +180,7 @@ def api_error(error: Exception, route: str = "the request") -> ApiError:
         case SequenceBusy():
             return ApiError(409, str(error), param=error.param, code=error.code)
         case TooManySequences():
-            headers = {} if error.retry_after is None else {"retry-after": str(max(1, math.ceil(error.retry_after)))}
-            return ApiError(429, str(error), type="rate_limit_error", param=error.param, code=error.code, headers=headers)
+            return too_many(str(error), error.code, error.retry_after, param=error.param)
         case InvalidRequest():
             exceeded = error if isinstance(error, ContextExceeded) else None
             return ApiError(400, str(error), param=error.param, code=error.code, exceeded=exceeded)
@@ -172,10 +190,9 @@ def api_error(error: Exception, route: str = "the request") -> ApiError:
             # The text may quote the process's last output, which belongs in the log only.
             return unavailable("the engine has stopped; the server's log has the reason", "engine_dead", 5)
         case QueueFull():
-            return unavailable(str(error), "queue_full", max(1, math.ceil(error.retry_after)))
+            return unavailable(str(error), "queue_full", error.retry_after)
         case WaitTooLong():
-            headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
-            return ApiError(429, str(error), type="rate_limit_error", code="session_wait", headers=headers, admitted=True)
+            return too_many(str(error), "session_wait", error.retry_after, admitted=True)
         case DeadlineMissed():
             usage = Usage(error.prompt_tokens, error.completion_tokens)
             # OpenAI's clients would retry by themselves, although the deadline has passed.
@@ -211,8 +228,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, QueueFull):  # the engine counts those that its own queue rejects
             service.count_rejected(response.rejection_reason, request.scope.get("state", {}).get("model"))
         if "context" in request.scope.get("state", {}):
-            refusal = Refusal.of(response.status, response.envelope["error"])
-            service.registry.add_refusal(request.state.tenant, request.state.context.request_id, refusal)
+            service.registry.add_refusal(request.state.tenant, request.state.context.request_id, response.refusal())
     return for_route(response, request.scope).response()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import time
 import uuid
@@ -20,12 +19,12 @@ from chairlift.errors import ChairliftError, DeadlineMissed, InvalidRequest, Que
 from chairlift.outputs import RequestOutput, Timeline, Timing
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
-from chairlift.server.errors import api_error
+from chairlift.server.errors import api_error, whole_seconds
 from chairlift.server.keys import Reader
 from chairlift.server.model import model_of
 from chairlift.server.observability.latencies import Latencies
 from chairlift.server.observability.usage_log import UsageLabels, UsageLog
-from chairlift.server.registry import Refusal, engine_ids
+from chairlift.server.registry import engine_ids
 from chairlift.server.schema.fields import GenerationRequest
 from chairlift.server.schema.logprobs import MAX_LOGPROBS, max_tokens_with_logprobs
 from chairlift.server.service import service_of
@@ -145,7 +144,7 @@ class Generation:
         if not self._takes_turns:
             return {}
         seconds = await expected_wait(self._model.engine, self._engine_ids[0])
-        return {} if seconds is None else {HEADER: str(max(1, math.ceil(seconds)))}
+        return {} if seconds is None else {HEADER: str(whole_seconds(seconds))}
 
     def metrics(self) -> dict[str, dict[str, float | None]]:
         """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
@@ -314,9 +313,7 @@ class Generation:
         if isinstance(error, WaitTooLong):
             progress.unfinished = 0
             self._service.count_rejected("session_wait", self._model)
-        refused = api_error(error)
-        refusal = Refusal.of(refused.status, refused.envelope["error"])
-        self._service.registry.add_refusal(self._scheduling.tenant, self._request_id, refusal)
+        self._service.registry.add_refusal(self._scheduling.tenant, self._request_id, api_error(error).refusal())
 
     def _end(self, progress: _Progress) -> None:
         """Counts the answers that did not end, and records the prompt in the usage log and the traces."""

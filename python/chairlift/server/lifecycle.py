@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from enum import Enum
 
@@ -133,16 +132,15 @@ class Lifecycle:
         """
         if self.state is ModelState.DRAINING:
             return unavailable("the server is shutting down", "shutting_down", 5, admitted=admitted)
-        after = max(1, math.ceil(self.seconds_until_ready))
         if self.state in (ModelState.STARTING, ModelState.LOADING, ModelState.UNLOADED):
-            return unavailable("the model is still loading", "not_ready", after, admitted=admitted)
+            return unavailable("the model is still loading", "not_ready", self.seconds_until_ready, admitted=admitted)
         message = "the engine died and is restarting; the server's log has the reason"
-        return unavailable(message, "engine_dead", after, admitted=admitted)
+        return unavailable(message, "engine_dead", self.seconds_until_ready, admitted=admitted)
 
     def suspicion(self, deaths: int) -> ApiError:
         """Returns the error for a request that ran each of the last `deaths` times that the engine died."""
         message = f"the engine died {deaths} times in a row while it ran this request, which may be the cause; it is not tried again"
-        return unavailable(message, "engine_dead", max(1, math.ceil(self.seconds_until_ready)), admitted=True)
+        return unavailable(message, "engine_dead", self.seconds_until_ready, admitted=True)
 
     @property
     def hold_seconds(self) -> float:

@@ -232,9 +232,9 @@ class ModelLoader:
 
 def _load_failure(name: str, seconds: float) -> ApiError:
     message = f"the model {name} could not be loaded; the server's log has the reason"
-    return unavailable(message, "model_load_failed", max(1, math.ceil(seconds)))
+    return unavailable(message, "model_load_failed", seconds)
 
 
 def _loads_too_long(name: str, lifecycle: Lifecycle) -> ApiError:
-    after = max(1, math.ceil(lifecycle.seconds_until_ready))
-    return unavailable(f"the model {name} was not loaded in time: try again later", "not_ready", after, admitted=True)
+    message = f"the model {name} was not loaded in time: try again later"
+    return unavailable(message, "not_ready", lifecycle.seconds_until_ready, admitted=True)

@@ -21,7 +21,6 @@ from chairlift.server.errors import api_error, for_route
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, Rows, ignored_header, large_json
 from chairlift.server.model import ServedModel, model_of
-from chairlift.server.registry import Refusal
 from chairlift.server.routes.openai.response_request import FIELD_NAMES, ResponsesRequest
 from chairlift.server.schema.logprobs import chat_logprobs_json
 from chairlift.server.service import service_of
@@ -39,9 +38,9 @@ async def responses(request: Request) -> Response:
         if not body.stream:
             raise
         # OpenAI says in the stream that the input is too long, and only there Codex takes it as a reason to compact the conversation.
-        service, refusal = service_of(request), Refusal.of(400, api_error(error).envelope["error"])
+        service = service_of(request)
         service.count_rejected("invalid", model_of(request))
-        service.registry.add_refusal(request.state.tenant, request.state.context.request_id, refusal)
+        service.registry.add_refusal(request.state.tenant, request.state.context.request_id, api_error(error).refusal())
         return EventStream(_refusal(body, request, error), {})
     builder = _ResponseBuilder(body, completion, model_of(request), large=request.state.large)
     if body.stream:
