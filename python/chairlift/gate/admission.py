@@ -207,9 +207,7 @@ class _Admission:
         if self._session is not None and not self._session.final and held.complete and answer is not None and not answer.calls_tools:
             self._model.engine.tell(NoteSession(self._scheduling.tenant, self._session.name, "awaits_user"))
         if (usage_log := self._service.usage_log) is not None:
-            scheduling = self._scheduling
-            names = self._id, self._context.request_id, self._model.name, scheduling.tenant, scheduling.served_tier
-            labels = UsageLabels(*names, scheduling.priority, prompt, scheduling.session)
+            labels = UsageLabels.of(self._id, self._context.request_id, self._model.name, self._scheduling, prompt)
             cached = 0 if usage is None or usage.cached is None else usage.cached
             states = {"queued": self._admitted_at - self._context.arrived, "upstream": now - self._admitted_at}
             usage_log.write_upstream(labels, cached, tokens, finish, states)

@@ -151,11 +151,7 @@ class Generation:
         return {"metrics": timing_metrics(self._timing, self.usage.completion)} if self._timing else {}
 
     def _usage_labels(self, index: int) -> UsageLabels:
-        scheduling = self._scheduling
-        tokens = len(self._prompts[index][0])
-        tier = scheduling.served_tier
-        names = self._engine_ids[index], self._request_id, self._model.name, scheduling.tenant, tier
-        return UsageLabels(*names, scheduling.priority, tokens, scheduling.session)
+        return UsageLabels.of(self._engine_ids[index], self._request_id, self._model.name, self._scheduling, self._length(index))
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (choice index, increment); raises the engine's errors. Without `stream` a prompt yields only when it is complete."""

@@ -228,8 +228,7 @@ class Service:
         """Records what a live sequence has held, from one token for a second on: a search drops thousands of sequences at once."""
         held = served.sequence.idle_token_seconds
         if self.usage_log is not None and held >= 1:
-            scheduling = served.sequence.scheduling
-            labels = UsageLabels(served.id, "", served.model.name, scheduling.tenant, scheduling.served_tier, scheduling.priority, 0)
+            labels = UsageLabels.of(served.id, "", served.model.name, served.sequence.scheduling, 0)
             self.usage_log.write_held(labels, held, time.time() - served.created)
 
     def _busiest_stats(self) -> Stats:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from chairlift.directories import private_directory
@@ -18,6 +17,7 @@ from chairlift.outputs import Timeline
 
 if TYPE_CHECKING:
     from chairlift.engine.replicated_engine import ReplicatedEngine
+    from chairlift.scheduling import Scheduling
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,6 @@ SYNC_SECONDS = 1.0
 """Seconds after which a written line is on the disk, and not only in the system's memory."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-
-_COUNTS = attrgetter("own_cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
-"""Fields of a timeline that a record sums over the prompt's answers."""
-_COUNT_NAMES = ("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
-"""The names of these sums in a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +41,12 @@ class UsageLabels:
     prompt_tokens: int
     session: str | None = None
     """The client's name for the conversation or agent."""
+
+    @classmethod
+    def of(cls, id: str, request_id: str, model: str, scheduling: Scheduling, prompt_tokens: int) -> UsageLabels:
+        """Returns the labels of a prompt with these scheduling parameters."""
+        who = scheduling.tenant, scheduling.served_tier, scheduling.priority
+        return cls(id, request_id, model, *who, prompt_tokens, scheduling.session)
 
 
 class UsageLog:
@@ -84,8 +85,7 @@ class UsageLog:
         except ChairliftError as error:
             logger.debug("the engine could not be asked about %s: %s", labels.id, error)
         if known:
-            now = time.time()
-            self._append(labels, now, record(now, labels, known, tenants))
+            self._append(labels, _record(known, tenants))
 
     def write_later(self, engine: ReplicatedEngine, labels: UsageLabels) -> None:
         """Starts a task that does `write_ended`; `close` waits for it."""
@@ -93,17 +93,23 @@ class UsageLog:
 
     def write_held(self, labels: UsageLabels, token_seconds: float, seconds: float) -> None:
         """Appends the record of a live sequence that was dropped after `seconds`. Without a request, it held `token_seconds`."""
-        now = time.time()
-        self._append(labels, now, held_record(now, labels, token_seconds, seconds))
+        self._append(labels, {**_without_engine("dropped", seconds), "held_token_seconds": round(token_seconds, 6)})
 
     def write_upstream(self, labels: UsageLabels, cached_tokens: int, output_tokens: int, finish: str, states: Mapping[str, float]) -> None:
         """Appends the record of a request that another server has run, with the tokens that it reports and the seconds in each state."""
-        now = time.time()
-        self._append(labels, now, upstream_record(now, labels, cached_tokens, output_tokens, finish, states))
+        tokens = {
+            "cached_tokens": cached_tokens,
+            "output_tokens": output_tokens,
+            "computed_tokens": max(0, labels.prompt_tokens - cached_tokens) + output_tokens,
+        }
+        rounded = {name: round(seconds, 6) for name, seconds in states.items()}
+        self._append(labels, {**_without_engine(finish, sum(states.values())), **tokens, "states": rounded})
 
-    def _append(self, labels: UsageLabels, now: float, fields: dict[str, object]) -> None:
+    def _append(self, labels: UsageLabels, fields: dict[str, object]) -> None:
         """Appends a line. Logs an error if the disk refuses it: the answer is sent all the same."""
-        line = _encode(fields).encode() + b"\n"
+        now = time.time()
+        head = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)), **asdict(labels)}
+        line = _encode(head | fields).encode() + b"\n"
         try:
             if _day(now) != self._day:
                 self._open(_day(now))
@@ -144,67 +150,42 @@ class UsageLog:
         task.add_done_callback(self._tasks.discard)
 
 
-def record(now: float, labels: UsageLabels, timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, object]:
-    """Returns the record of one prompt: its answers' timelines summed, and `seconds` from its arrival to its last answer's end."""
+def _record(timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, object]:
+    """Returns what one prompt has used: its answers' timelines summed, and `seconds` from its arrival to its last answer's end."""
     states: dict[str, float] = {}
     for timeline in timelines:
         for state, seconds in timeline.states.items():
             states[state] = round(states.get(state, 0.0) + seconds, 6)
-    counts = map(sum, zip(*map(_COUNTS, timelines), strict=True))
-    cached_tokens, output_tokens, computed_tokens, recomputed_tokens, preemptions, swaps = counts
     ended = max((timeline.ended for timeline in timelines if timeline.ended is not None), default=timelines[0].arrived)
     return {
-        **_head(now, labels),
         "finish": sorted({timeline.finish for timeline in timelines if timeline.finish}),
-        "cached_tokens": cached_tokens,
-        "output_tokens": output_tokens,
-        "computed_tokens": computed_tokens,
-        "recomputed_tokens": recomputed_tokens,
+        "cached_tokens": sum(timeline.own_cached_tokens for timeline in timelines),
+        "output_tokens": sum(timeline.output_tokens for timeline in timelines),
+        "computed_tokens": sum(timeline.computed_tokens for timeline in timelines),
+        "recomputed_tokens": sum(timeline.recomputed_tokens for timeline in timelines),
         "block_seconds": round(sum(timeline.block_seconds for timeline in timelines), 6),
         "compute_seconds": round(sum(timeline.compute_seconds for timeline in timelines), 9),
         **_energy(timelines),
-        "preemptions": preemptions,
+        "preemptions": sum(timeline.preemptions for timeline in timelines),
         "preempted_by": list(preempted_by),
-        "swaps": swaps,
+        "swaps": sum(timeline.swaps for timeline in timelines),
         "seconds": round(ended - timelines[0].arrived, 6),
         "states": states,
     }
 
 
-def held_record(now: float, labels: UsageLabels, token_seconds: float, seconds: float) -> dict[str, object]:
-    """Returns the record of a live sequence: that of a prompt that used nothing, and what the sequence held between its requests."""
-    return {**_without_engine(now, labels, "dropped", seconds), "held_token_seconds": round(token_seconds, 6)}
-
-
-def upstream_record(
-    now: float, labels: UsageLabels, cached_tokens: int, output_tokens: int, finish: str, states: Mapping[str, float]
-) -> dict[str, object]:
-    """Returns the record of a request of the gate. What only an engine knows is 0."""
-    return {
-        **_without_engine(now, labels, finish, sum(states.values())),
-        "cached_tokens": cached_tokens,
-        "output_tokens": output_tokens,
-        "computed_tokens": max(0, labels.prompt_tokens - cached_tokens) + output_tokens,
-        "states": {name: round(seconds, 6) for name, seconds in states.items()},
-    }
-
-
-def _without_engine(now: float, labels: UsageLabels, finish: str, seconds: float) -> dict[str, object]:
+def _without_engine(finish: str, seconds: float) -> dict[str, object]:
     """The record of what took `seconds` and used nothing of an engine."""
+    counts = ("cached_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "swaps")
     return {
-        **_head(now, labels),
         "finish": [finish],
-        **dict.fromkeys(_COUNT_NAMES, 0),
+        **dict.fromkeys(counts, 0),
         "block_seconds": 0.0,
         "compute_seconds": 0.0,
         "preempted_by": [],
         "seconds": round(seconds, 6),
         "states": {},
     }
-
-
-def _head(now: float, labels: UsageLabels) -> dict[str, object]:
-    return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)), **asdict(labels)}
 
 
 def _energy(timelines: Sequence[Timeline]) -> dict[str, float]:
