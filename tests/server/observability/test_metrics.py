@@ -20,7 +20,7 @@ from chairlift.server.observability import engine_metrics
 from chairlift.server.observability.engine_metrics import MAX_TENANTS, REJECTIONS
 from chairlift.server.observability.latencies import MAX_TENANTS as MAX_TIMED
 from chairlift.server.observability.logs import load_line
-from chairlift.server.observability.metrics import Metrics
+from chairlift.server.observability.metrics import Metrics, collect, render
 from chairlift.server.tiers import Tier
 
 LABELS = {"model_name": "org/fake-model", "engine": "0"}
@@ -42,6 +42,11 @@ def scrape(http):
     assert not [sample.name for sample in samples if sample.name.endswith("_created")]
     assert all(sample.labels.items() >= LABELS.items() for sample in samples)
     return {sample.name.removeprefix("chairlift_"): sample.value for sample in samples if sample.labels == LABELS}
+
+
+def text_of(metrics):
+    """The page of one model's metrics."""
+    return render(collect([metrics])).decode()
 
 
 def by(http_or_text, name, label):
@@ -177,7 +182,7 @@ def test_few_tenants_have_labels_and_no_counter_goes_down():
 
     def reported(**computed):
         stats["tenants"] = {name: use(tokens) for name, tokens in computed.items()}
-        return by(metrics.render().decode(), "computed_tokens_by_tenant_total", "tenant")
+        return by(text_of(metrics), "computed_tokens_by_tenant_total", "tenant")
 
     large = {f"t{i}": 1000 + i for i in range(MAX_TENANTS - 1)}
     first = reported(**large, a=20, b=10, c=5)
@@ -228,7 +233,7 @@ def test_the_answers_of_a_tier_are_counted_by_whether_they_met_its_targets():
     metrics.observe_targets("flex", tier, Timing(queued=0, started=0, first_token=0.6, total=1.0), 5)
     metrics.observe_targets("flex", tier, Timing(queued=0, started=0, first_token=0.6, total=0.6), 1)
     metrics.observe_targets("default", Tier(1), Timing(queued=0, started=0, first_token=0.6, total=1.0), 5)
-    samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
+    samples = [sample for family in text_string_to_metric_families(text_of(metrics)) for sample in family.samples]
     counts = {
         tuple(map(one.labels.get, ("tier", "target", "met"))): one.value
         for one in samples
@@ -253,7 +258,7 @@ def test_latencies_have_labels_for_so_many_tenants_and_no_more():
     for number in range(MAX_TIMED + 5):
         metrics.latencies(Scheduling(tenant=f"tenant{number}")).first_token.observe(0.02)
     metrics.latencies(Scheduling(tenant="tenant0")).first_token.observe(1000)
-    samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
+    samples = [sample for family in text_string_to_metric_families(text_of(metrics)) for sample in family.samples]
     counts = {one.labels["tenant"]: one.value for one in samples if one.name == "chairlift_time_to_first_token_by_tenant_seconds_count"}
     assert len(counts) == MAX_TIMED + 2
     assert (counts["tenant0"], counts["tenant1"], counts["other"], counts["none"]) == (2, 1, 5, 0)
@@ -341,7 +346,7 @@ def test_counters_go_on_where_an_engine_is_started_again():
     metrics = Metrics("m", lambda: [replica(stats)])
 
     def total():
-        text = metrics.render().decode()
+        text = text_of(metrics)
         return by(text, "generation_tokens_total", "engine")["0"], by(text, "admission_rejections_total", "reason")["queue_full"]
 
     assert total() == (100, 2)
@@ -368,7 +373,7 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
         service.default.lifecycle.drain()
         assert ask() == 503
         assert http.get("/ready", headers={"authorization": "Bearer sk-1"}).status_code == 503
-        seen = by(service.default.metrics.render().decode(), "admission_rejections_total", "reason")
+        seen = by(text_of(service.default.metrics), "admission_rejections_total", "reason")
         # The full queue was the engine's: it counts that itself, as this one does not.
         assert seen == {
             "unauthorized": 2,
@@ -394,7 +399,7 @@ def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
     ],
 )
 def test_saturation_is_the_engines(stats, full):
-    assert by(Metrics("m", lambda: [replica(stats)]).render().decode(), "saturation", "engine") == {"0": full}
+    assert by(text_of(Metrics("m", lambda: [replica(stats)])), "saturation", "engine") == {"0": full}
 
 
 def test_the_caches_size_is_told(http, engine):
@@ -408,7 +413,7 @@ def test_vllms_names_have_the_same_values():
     metrics = Metrics("m", lambda: [replica({"running": 3, "generated_tokens": 40}, {"block_size": 16})], alias=True)
     metrics.latencies(Scheduling()).first_token.observe(0.3)
     metrics.count_rejected("draining")
-    samples = [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
+    samples = [sample for family in text_string_to_metric_families(text_of(metrics)) for sample in family.samples]
     values = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples}
     theirs = {key: value for key, value in values.items() if key[0].startswith("vllm:")}
     for (name, *labels), value in theirs.items():
@@ -419,7 +424,7 @@ def test_vllms_names_have_the_same_values():
     assert theirs["vllm:generation_tokens_total", *common] == 40
     assert theirs["vllm:time_to_first_token_seconds_bucket", common[0], ("le", "0.5"), common[1]] == 1
     assert theirs["vllm:admission_rejections_total", common[1], ("reason", "draining")] == 1
-    assert b"vllm:" not in Metrics("m", list).render()
+    assert "vllm:" not in text_of(Metrics("m", list))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")

@@ -150,12 +150,16 @@ class AllEngineMetrics(Collector):
         present = {replica.number: replica for replica in self._replicas()}
         for number in present.keys() - self._engines.keys():
             self._engines[number] = EngineMetrics({**self._labels, "engine": str(number)}, dict.fromkeys(REJECTIONS, 0))
-        families: dict[str, Metric] = {}
-        for number, engine in sorted(self._engines.items()):
-            for family in engine.families(present.get(number)):
-                if (merged := families.setdefault(family.name, family)) is not family:
-                    merged.samples += family.samples
-        yield from families.values()
+        yield from merged(family for number, engine in sorted(self._engines.items()) for family in engine.families(present.get(number)))
+
+
+def merged(families: Iterable[Metric]) -> list[Metric]:
+    """Returns the metrics, each once with the samples of all families of its name."""
+    by_name: dict[str, Metric] = {}
+    for family in families:
+        if (first := by_name.setdefault(family.name, family)) is not family:
+            first.samples += family.samples
+    return list(by_name.values())
 
 
 class EngineMetrics:

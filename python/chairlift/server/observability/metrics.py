@@ -13,7 +13,7 @@ from chairlift.scheduling import Scheduling
 from chairlift.server.cache_miss import CacheMiss, MissReason
 from chairlift.server.keys import Reader
 from chairlift.server.observability import engine_stats
-from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics
+from chairlift.server.observability.engine_metrics import NO_TENANT, REJECTIONS, AllEngineMetrics, merged
 from chairlift.server.observability.latencies import LATENCY, AllLatencies, Buckets, Latencies
 from chairlift.server.observability.session_totals import SessionTotals
 from chairlift.server.observability.shadow import SHADOW_METRICS
@@ -185,10 +185,6 @@ class Metrics:
         """Counts a request that the server rejected, for one of `REJECTIONS`; the engine counts its own rejections."""
         self._rejected[reason] += 1
 
-    def render(self) -> bytes:
-        """Returns all metrics in the exposition format."""
-        return render(collect([self]))
-
     def families(self) -> Iterator[Metric]:
         """Yields the metrics without creation times, and those that vLLM has again under its names."""
         for family in self.registry.collect():
@@ -219,12 +215,7 @@ def _by_reason(counter: Counter) -> dict[MissReason, int]:
 
 def collect(models: Iterable[Metrics]) -> list[Metric]:
     """Returns the metrics of all models, each once with the samples of all."""
-    families: dict[str, Metric] = {}
-    for metrics in models:
-        for family in metrics.families():
-            if (merged := families.setdefault(family.name, family)) is not family:
-                merged.samples += family.samples
-    return list(families.values())
+    return merged(family for metrics in models for family in metrics.families())
 
 
 def render(families: Iterable[Metric], reader: Reader = None) -> bytes:
