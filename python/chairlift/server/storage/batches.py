@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import brief
@@ -281,7 +282,7 @@ class Batches:
                 lines = _output(connection, batch.id, succeeded, unanswered)
                 if (first := next(lines, None)) is None:
                     continue
-                id, size = self._files.write_output(_chain(first, lines))
+                id, size = self._files.write_output(chain([first], lines))
                 written.append(id)
                 now = int(time.time())
                 file = StoredFile(id, f"{batch.id}_{name}.jsonl", "batch_output", size, now, None if lifetime is None else now + lifetime)
@@ -370,11 +371,6 @@ def _output(connection: Connection, id: str, succeeded: bool, unanswered: str | 
 def output_line(custom_id: str, response: str, error: str = "null") -> str:
     """Returns a line of an output file; `response` and `error` are JSON."""
     return f'{{"id":"batch_req_{uuid.uuid4().hex}","custom_id":{json.dumps(custom_id)},"response":{response},"error":{error}}}'
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _batch(row: Row) -> Batch:
