@@ -24,7 +24,7 @@ from chairlift.chat.tools.parser import ToolCallDelta, ToolParser
 from chairlift.chat.user_turn import user_turn_end
 from chairlift.engine.validation import check_generates
 from chairlift.errors import ContextExceeded, InvalidRequest, brief
-from chairlift.outputs import RequestOutput, TokenLogprobs
+from chairlift.outputs import RequestOutput, TokenLogprobs, ToolCall
 from chairlift.scheduling import BACKGROUND
 from chairlift.server.chat.current_turn import CurrentTurn, turn_labels
 from chairlift.server.chat.request import ChatRequest
@@ -231,15 +231,17 @@ def _parse_calls(parser_type: type[ToolParser], tool_spec: ToolSpec, text: str) 
     return parser.push(text) + parser.end()
 
 
+def called(call: ToolCall | ToolCallDelta) -> dict[str, Any]:
+    """Returns the called function or custom tool in OpenAI's format."""
+    if call.custom:
+        return {"type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def _as_returned(choice: ChatChoice) -> dict[str, Any] | None:
     """Returns a choice as the chat template gets it when the client returns it; None if the client cannot return it."""
-    calls = [
-        {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
-        if call.custom
-        else {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in choice.calls
-    ]
-    fields = {"role": "assistant", "content": choice.content, "reasoning_content": choice.reasoning, "tool_calls": calls[:MAX_CALLS]}
+    calls = [{"id": call.id, **called(call)} for call in choice.calls[:MAX_CALLS]]
+    fields = {"role": "assistant", "content": choice.content, "reasoning_content": choice.reasoning, "tool_calls": calls}
     try:
         return Message.model_validate(fields).for_template("the answer")
     except InvalidRequest:  # arguments that are nested too deep

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.outputs import TokenLogprobs, ToolCall
-from chairlift.server.chat.completion import ChatCompletion
+from chairlift.server.chat.completion import ChatCompletion, called
 from chairlift.server.chat.request import ChatRequest
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, Rows, large_json
@@ -115,7 +115,7 @@ class _ChatResponse:
             return {}
         if self._body.legacy:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
-        return {"tool_calls": [{"id": call.id, **_called(call)} for call in calls]}
+        return {"tool_calls": [{"id": call.id, **called(call)} for call in calls]}
 
     def _call_deltas(self, calls: Sequence[ToolCallDelta]) -> dict[str, Any]:
         """Returns the increments of a message's tool calls."""
@@ -142,13 +142,6 @@ def _reasoning(text: str | None) -> dict[str, Any]:
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     """Formats a call's next part; only the first has its id and name."""
     if call.name is not None:
-        return {"index": call.index, "id": call.id, **_called(call)}
+        return {"index": call.index, "id": call.id, **called(call)}
     part = {"custom": {"input": call.arguments}} if call.custom else {"function": {"arguments": call.arguments}}
     return {"index": call.index, **part}
-
-
-def _called(call: ToolCall | ToolCallDelta) -> dict[str, Any]:
-    """Formats the called function or custom tool."""
-    if call.custom:
-        return {"type": "custom", "custom": {"name": call.name, "input": call.arguments}}
-    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
