@@ -12,7 +12,7 @@ from chairlift.chat.functions import Function, Tool, ToolSpec, choose
 from chairlift.chat.messages import Message, check_depth, checked_variables
 from chairlift.errors import InvalidRequest
 from chairlift.sampling import SamplingParams
-from chairlift.server.schema.fields import GenerationRequest
+from chairlift.server.schema.fields import Fields, GenerationRequest
 
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096
@@ -155,6 +155,23 @@ class ChatRequest(GenerationRequest):
             names["max_tokens"] = "max_completion_tokens"
         with renamed_fields(names):
             return super().params(defaults)
+
+
+class PromptOrMessages(Fields):
+    """A prompt, or a conversation as in /v1/chat/completions."""
+
+    prompt: Any = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """Returns the conversation as a chat request; raises InvalidRequest."""
+        names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "cache_salt"}
+        return ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0]
 
 
 def media_note(kind: str) -> str:

@@ -18,7 +18,7 @@ from chairlift.engine.held_sequences import COMPUTE, LEASE, LONGEST_LEASE, MAX_P
 from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import SamplingParams
 from chairlift.server.chat.completion import prompt_of
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from chairlift.server.chat.request import PromptOrMessages
 from chairlift.server.generation import Generation
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
@@ -56,16 +56,10 @@ def _hide_refused(schema: dict[str, Any]) -> None:
         schema["properties"].pop(name, None)
 
 
-class SequenceOpenRequest(Fields):
+class SequenceOpenRequest(PromptOrMessages):
     """POST /v1/sequences: a prompt, or a conversation as in /v1/chat/completions."""
 
     prompt: Annotated[Any, WithJsonSchema({"anyOf": [TEXT, IDS]})] = None
-    add_special_tokens: bool | None = None
-    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     lease_seconds: Annotated[float, Field(gt=0, le=LONGEST_LEASE)] | None = None
     priority: int | None = None
     service_tier: ServiceTier | None = None
@@ -77,17 +71,13 @@ class SequenceOpenRequest(Fields):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either a prompt or messages", param="prompt")
         if self.prompt is None:
-            return await prompt_of(request, model, await asyncio.to_thread(self._chat))
+            return await prompt_of(request, model, await asyncio.to_thread(self.chat))
         if await beside(request, is_ids, self.prompt):
             await beside(request, check_ids, [self.prompt], model.engine.info, "prompt")
             return await beside(request, array, "i", self.prompt)
         if not isinstance(self.prompt, str):
             raise InvalidRequest(f"prompt must be a string or a list of token ids, got {brief(self.prompt)}", param="prompt")
         return await model.encode(request, self.prompt, add_special_tokens=self.add_special_tokens is not False)
-
-    def _chat(self) -> ChatRequest:
-        names = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "cache_salt"}
-        return ChatRequest.read(self.model_dump(include=names, exclude_none=True))[0]
 
 
 class SequenceForkRequest(Fields):

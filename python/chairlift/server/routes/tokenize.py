@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from chairlift.engine.validation import check_tokens
 from chairlift.errors import InvalidRequest
 from chairlift.server.chat.completion import prompt_of
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from chairlift.server.chat.request import PromptOrMessages
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, LargeJson, ignored_header
 from chairlift.server.model import ServedModel
@@ -24,21 +24,11 @@ from chairlift.server.tokenizing import MAX_CHARACTERS
 MAX_TOKENS = 1 << 18
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(PromptOrMessages):
     """POST /tokenize: a text, or a conversation as in /v1/chat/completions."""
 
     prompt: Annotated[str, Field(max_length=MAX_CHARACTERS)] | None = None
-    add_special_tokens: bool | None = None
-    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-
-    def chat(self) -> ChatRequest:
-        """Returns the conversation as a chat request; raises InvalidRequest."""
-        return ChatRequest.read(self.model_dump(exclude={"prompt", "add_special_tokens", "return_token_strs"}, exclude_none=True))[0]
 
 
 class DetokenizeRequest(Fields):
