@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -322,13 +323,7 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     kind = str(field.type)
     if "bool" in kind:
         return {"action": argparse.BooleanOptionalAction}
-
-    def parse(text: str) -> Any:
-        try:
-            return parse_value(field.metadata, field.type, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
+    parse = values.reader(partial(parse_value, field.metadata, field.type))
     if "nargs" in field.metadata:
         return {"type": parse, "nargs": field.metadata["nargs"], "action": _Merge, "metavar": field.metadata["metavar"]}
     choices = field.metadata.get("choices")

@@ -8,7 +8,7 @@ import logging
 import signal
 from typing import Any
 
-from chairlift.cli import flags
+from chairlift.cli import flags, values
 from chairlift.config import EngineConfig
 from chairlift.engine.machine_files import OWN, MachineFiles
 from chairlift.engine.secret import Secret
@@ -35,7 +35,12 @@ those that take longer than the server's --shutdown-timeout go on in another eng
 def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "join", summary, _EXAMPLES, run)
-    parser.add_argument("address", type=_address, metavar="HOST:PORT", help="where the server listens for engines (--engine-listen)")
+    parser.add_argument(
+        "address",
+        type=values.reader(parse_host_and_port),
+        metavar="HOST:PORT",
+        help="where the server listens for engines (--engine-listen)",
+    )
     secret = {"engine_secret_file": "required: file with the server's secret, readable only by its owner"}
     flags.add_fields(parser, ServerConfig, SETTINGS, shown=SETTINGS, texts=secret)
     parser.add_argument("--model", metavar="MODEL", help=f"the server's model on this machine: {flags.MODEL_SOURCES}")
@@ -77,10 +82,3 @@ async def _join(address: tuple[str, int], secret: Secret, files: MachineFiles) -
     except asyncio.CancelledError:
         return 1
     return 0
-
-
-def _address(text: str) -> tuple[str, int]:
-    try:
-        return parse_host_and_port(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

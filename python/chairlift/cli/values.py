@@ -15,6 +15,18 @@ from chairlift.svg import Svg
 Value = TypeVar("Value")
 
 
+def reader(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """A reader of what `parse` reads. The text of its ValueError is the complaint."""
+
+    def read(text: str) -> Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
 def whole(least: int, most: int) -> Callable[[str], int]:
     """A reader of whole numbers from `least` to `most`."""
 
@@ -49,10 +61,7 @@ def size(least: int, most: int) -> Callable[[str], int]:
     """A reader of sizes such as 32k or 2G from `least` to `most`."""
 
     def read(text: str) -> int:
-        try:
-            number = parse_size(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        number = reader(parse_size)(text)
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"expected a size from {least:,} to {most:,}, got {text:.50}")
         return number
