@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,6 +25,9 @@ from chairlift.server.routes.openai import adapters
 from chairlift.server.routes.ops.explain import explain
 from chairlift.server.routes.ops.status import health, metrics
 from chairlift.server.service import Service, service_of
+
+if TYPE_CHECKING:
+    from chairlift.server.model_loader import ModelLoader
 
 
 class AdminApp:
@@ -55,18 +59,11 @@ class AdminApp:
             Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
             Route("/state", _state),
             Route("/models", _models),
-            Route("/models/load", _load, methods=["POST"]),
-            Route("/models/unload", _unload, methods=["POST"]),
-            Route("/models/restart", self._restart, methods=["POST"]),
+            Route("/models/load", _changing(lambda loader, model: loader.load(model)), methods=["POST"]),
+            Route("/models/unload", _changing(lambda loader, model: loader.unload(model)), methods=["POST"]),
+            Route("/models/restart", _changing(lambda loader, model: loader.restart(model, self._drain_seconds)), methods=["POST"]),
             Route("/drain", self._begin_drain, methods=["POST"]),
         ]
-
-    async def _restart(self, request: Request) -> Response:
-        """Begins to restart a model's engines one after the other."""
-        service = service_of(request)
-        model = service.find((await read_names(request, "model"))["model"])
-        service.loader.restart(model, self._drain_seconds)
-        return Json(_described(service, model), 202)
 
     async def _begin_drain(self, request: Request) -> Response:
         self._drain()
@@ -87,20 +84,16 @@ async def _models(request: Request) -> Response:
     return Json({"models": [_described(service_of(request), model) for model in service_of(request).models]})
 
 
-async def _load(request: Request) -> Response:
-    """Begins to load a model."""
-    service = service_of(request)
-    model = service.find((await read_names(request, "model"))["model"])
-    service.loader.load(model)
-    return Json(_described(service, model), 202)
+def _changing(change: Callable[[ModelLoader, ServedModel], None]) -> Callable[[Request], Awaitable[Response]]:
+    """Returns a route that begins a change of the model in the body, and describes that model."""
 
+    async def route(request: Request) -> Response:
+        service = service_of(request)
+        model = service.find((await read_names(request, "model"))["model"])
+        change(service.loader, model)
+        return Json(_described(service, model), 202)
 
-async def _unload(request: Request) -> Response:
-    """Unloads a model, when the requests that need it have ended."""
-    service = service_of(request)
-    model = service.find((await read_names(request, "model"))["model"])
-    service.loader.unload(model)
-    return Json(_described(service, model), 202)
+    return route
 
 
 def _described(service: Service, model: ServedModel) -> dict[str, object]:
