@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from chairlift.engine.background import cancel
@@ -83,7 +84,7 @@ class ModelLoader:
         return self._policy.expires_at(model.name) - time.monotonic()
 
     async def acquire(self, model: ServedModel, keep_alive: float | None = None) -> Callable[[], None]:
-        """Waits until the model is loaded. Returns what ends this use of it; until then the model stays loaded.
+        """Waits until the model is loaded. Returns what ends this use of it, to be called once; until then the model stays loaded.
 
         `keep_alive` is the client's, in seconds; it has no effect on a model that stays loaded anyway. Raises ApiError 503 if the model
         cannot be loaded, or not in time.
@@ -95,7 +96,7 @@ class ModelLoader:
         request: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         keep_alive = None if model.keep_alive is None else keep_alive
         if self._policy.arrive(name, request, now, keep_alive):
-            return self._release_once(name)
+            return partial(self._release, name)
         self._advance()
         self._waiting.add(request)
         try:
@@ -111,7 +112,7 @@ class ModelLoader:
             raise
         finally:
             self._waiting.discard(request)
-        return self._release_once(name)
+        return partial(self._release, name)
 
     async def crashed(self) -> None:
         """Waits for a failure of the server's own code that keeps engines running, and raises it."""
@@ -198,17 +199,6 @@ class ModelLoader:
         await self._keepers[model.name].stop()
         self._policy.unloaded(model.name)
         self._advance()
-
-    def _release_once(self, name: str) -> Callable[[], None]:
-        released = False
-
-        def release() -> None:
-            nonlocal released
-            if not released:
-                released = True
-                self._release(name)
-
-        return release
 
     def _release(self, name: str) -> None:
         self._policy.release(name, time.monotonic())
