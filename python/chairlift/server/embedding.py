@@ -16,6 +16,7 @@ from starlette.requests import Request
 from chairlift.engine.validation import check_dimensions, check_embeds
 from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.sampling import EMBED, SamplingParams
+from chairlift.server.errors import renamed_params
 from chairlift.server.generation import Generation
 from chairlift.server.model import ServedModel
 from chairlift.server.schema.fields import REQUEST_ID, Fields, GenerationRequest, check_ids
@@ -105,11 +106,8 @@ class EmbeddingBatch:
     def _begin(
         cls, request: Request, body: GenerationRequest, texts: list[list[int]], params: SamplingParams, dimensions: int | None
     ) -> EmbeddingBatch:
-        try:
+        with renamed_params(prompt="input"):
             return cls(Generation(request, body, texts, params, kind="list", prefix="embd-"), dimensions)
-        except InvalidRequest as error:
-            error.param = "input" if error.param == "prompt" else error.param  # the engine calls every text a prompt
-            raise
 
     async def embeddings(self) -> list[array[float]]:
         """Returns the embeddings in the order of the inputs: vectors of length 1. Raises the engine's errors."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -145,6 +146,16 @@ def for_route(error: ApiError, scope: Scope) -> ApiError:
 
 
 _ROUTES = "GET /openapi.json lists all routes. The base URL ends with /v1 for OpenAI's clients, and without it for Anthropic's"
+
+
+@contextmanager
+def renamed_params(**names: str) -> Iterator[None]:
+    """Puts the client's names of fields, by the engine's, into an InvalidRequest."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def unavailable(message: str, code: str, retry_after: float, *, admitted: bool = False) -> ApiError:

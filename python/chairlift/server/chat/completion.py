@@ -28,6 +28,7 @@ from chairlift.outputs import RequestOutput, TokenLogprobs, ToolCall
 from chairlift.scheduling import BACKGROUND
 from chairlift.server.chat.current_turn import CurrentTurn, turn_labels
 from chairlift.server.chat.request import ChatRequest
+from chairlift.server.errors import renamed_params
 from chairlift.server.generation import Generation
 from chairlift.server.http.body import beside
 from chairlift.server.http.responses import ignored_header
@@ -72,7 +73,7 @@ class ChatCompletion:
         params = await beside(request, body.params, model.default_sampling)
         tool_spec = await beside(request, body.tool_spec)
         turn_end = None
-        try:
+        with renamed_params(prompt="messages", logprobs="top_logprobs"):
             if raw_prompt is None:
                 # With the prompt's log-probabilities all of it is computed, whatever is cached.
                 prompt = await _render_prompt(request, model, body, tool_spec, as_turn=body.prompt_logprobs is None)
@@ -94,10 +95,6 @@ class ChatCompletion:
             params = replace(params, structured_output=structure)
             check_prompt_logprobs([prompt.tokens], params)
             generation = Generation(request, body, [prompt.tokens], params, kind=kind, prefix=prefix, user_turn_end=turn_end)
-        except InvalidRequest as error:
-            # The engine's names for what the client sent.
-            error.param = {"prompt": "messages", "logprobs": "top_logprobs"}.get(error.param or "", error.param)
-            raise
         if prompt.reasoning is not None:
             generation.usage.reasoning = 0
         headers = ignored_header(ignored)
@@ -179,11 +176,8 @@ class _RenderedPrompt:
 async def prompt_of(request: Request, model: ServedModel, body: ChatRequest, *, must_fit: bool = True) -> list[int]:
     """Returns the token ids of a conversation's prompt; raises InvalidRequest, with `must_fit` also for one that exceeds the context."""
     tool_spec = await asyncio.to_thread(body.tool_spec)
-    try:
+    with renamed_params(prompt="messages"):
         return (await _render_prompt(request, model, body, tool_spec, must_fit=must_fit)).tokens
-    except InvalidRequest as error:
-        error.param = "messages" if error.param == "prompt" else error.param
-        raise
 
 
 async def _render_prompt(

@@ -19,6 +19,7 @@ from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import SamplingParams
 from chairlift.server.chat.completion import prompt_of
 from chairlift.server.chat.request import PromptOrMessages
+from chairlift.server.errors import renamed_params
 from chairlift.server.generation import Generation
 from chairlift.server.http.body import beside, read_fields
 from chairlift.server.http.responses import Json, ignored_header
@@ -197,15 +198,12 @@ async def append(request: Request) -> Response:
     param, content = ("tokens", body.tokens) if body.text is None else ("text", body.text)
     if content is None or (body.text is not None and body.tokens is not None):
         raise InvalidRequest("send either text or tokens", param="text")
-    try:
+    with renamed_params(content=param):
         if isinstance(content, str):
             content = await served.model.encode(request, content, add_special_tokens=False)
         else:
             await beside(request, check_ids, [content], served.model.engine.info, param)
         served.sequence.append_tokens(content)
-    except InvalidRequest as error:
-        error.param = param if error.param == "content" else error.param
-        raise
     if body.compute:
         await _compute(request, GenerationRequest(**served.fields), served.model, served.sequence)
     return Json(served.json(), headers=ignored_header(ignored))
