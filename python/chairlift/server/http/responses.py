@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 from urllib.parse import quote
@@ -122,6 +123,11 @@ def json_pieces(content: Any) -> Iterator[bytes]:
         yield b"[]" if before == b"[" else b"]"
     else:
         yield to_json_bytes(content)
+
+
+def utc_time(seconds: float) -> str:
+    """Returns a time, in seconds since 1970, as clients parse it: `2026-11-01T12:00:00Z`."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -15,8 +15,8 @@ from chairlift.chat.tools.json_text import parsed_object
 from chairlift.server.chat.completion import ChatCompletion
 from chairlift.server.chat.request import renamed_fields
 from chairlift.server.http.body import beside, read_fields
-from chairlift.server.http.responses import Json, large_json, to_json_bytes
-from chairlift.server.routes.ollama.chat_request import FIELD_NAMES, GenerateRequest, OllamaChatRequest, OllamaRequest
+from chairlift.server.http.responses import Json, large_json, to_json_bytes, utc_time
+from chairlift.server.routes.ollama.chat_request import FIELD_NAMES, GenerateRequest, OllamaChatRequest
 from chairlift.server.routes.ollama.fields import keep_alive_seconds
 from chairlift.server.schema.logprobs import chat_logprobs_json
 from chairlift.server.service import service_of
@@ -26,24 +26,24 @@ from chairlift.server.streaming import JsonLines
 async def chat(request: Request) -> Response:
     """Answers one conversation, streamed or whole."""
     body, ignored = await read_fields(request, OllamaChatRequest)
-    return await _answer(request, body, body.empty, ignored, as_message=True)
+    return await _answer(request, body, ignored, as_message=True)
 
 
 async def generate(request: Request) -> Response:
     """Answers one prompt, streamed or whole."""
     body, ignored = await read_fields(request, GenerateRequest)
-    return await _answer(request, body, body.empty, ignored, as_message=False)
+    return await _answer(request, body, ignored, as_message=False)
 
 
-async def _answer(request: Request, body: OllamaRequest, empty: bool, ignored: list[str], *, as_message: bool) -> Response:
-    keep_alive = keep_alive_seconds(body.keep_alive)
-    if empty and keep_alive == 0:  # clients unload a model in this way
-        model = service_of(request).find(body.served)
-        reason = "unload" if service_of(request).let_unload(request, model) else "load"
-        return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": reason})
-    model = await service_of(request).use(request, body.served, keep_alive)
-    if empty:  # clients load a model in this way
-        return Json({"model": model.name, "created_at": _now(), **_text("", "", as_message), "done": True, "done_reason": "load"})
+async def _answer(request: Request, body: OllamaChatRequest | GenerateRequest, ignored: list[str], *, as_message: bool) -> Response:
+    service, keep_alive = service_of(request), keep_alive_seconds(body.keep_alive)
+    unloads = body.empty and keep_alive == 0
+    model = service.find(body.served) if unloads else await service.use(request, body.served, keep_alive)
+    if body.empty:  # clients load and unload a model in this way
+        reason = "unload" if unloads and service.let_unload(request, model) else "load"
+        return Json(
+            {"model": model.name, "created_at": utc_time(time.time()), **_text("", "", as_message), "done": True, "done_reason": reason}
+        )
     converted, without_effect = await beside(request, body.chat)
     if body.think and (body.raw_prompt is not None or model.chat_model.reasoning_format is None):
         without_effect.append("think")
@@ -137,7 +137,7 @@ class _Answer:
         return [{"message": {"role": "assistant", "content": "", "tool_calls": [call]}}]
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self._completion.generation.head["model"], "created_at": _now()}
+        return {"model": self._completion.generation.head["model"], "created_at": utc_time(time.time())}
 
 
 def _text(content: str, thinking: str, as_message: bool) -> dict[str, Any]:
@@ -157,7 +157,3 @@ def _durations(metrics: Mapping[str, float | None], loading: float) -> dict[str,
         "prompt_eval_duration": max(0, first - queued - load),
         "eval_duration": generation,
     }
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.server.http.body import read_fields
-from chairlift.server.http.responses import Json, ignored_header
+from chairlift.server.http.responses import Json, ignored_header, utc_time
 from chairlift.server.model import ServedModel
 from chairlift.server.routes.ollama.fields import served_name
 from chairlift.server.schema.fields import Fields
@@ -45,7 +44,7 @@ async def ps(request: Request) -> Response:
     for model in service_of(request).models:
         if not model.engine.ready:
             continue
-        expires = _time(time.time() + min(loader.seconds_until_unload(model), _FOR_EVER))
+        expires = utc_time(time.time() + min(loader.seconds_until_unload(model), _FOR_EVER))
         size = model.engine.info.num_bytes
         on_cpu = any(what == "device" and value == "cpu" for what, value, _ in model.engine.info.decisions)
         listed.append(
@@ -112,7 +111,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "parameter_size": _parameter_size(info.checkpoint.num_weights),
         "quantization_level": info.checkpoint.weight_type,
     }
-    return {"name": name, "model": name, "modified_at": _time(model.created), "digest": digest, "details": details}
+    return {"name": name, "model": name, "modified_at": utc_time(model.created), "digest": digest, "details": details}
 
 
 def _model_info(model: ServedModel) -> dict[str, Any]:
@@ -140,7 +139,3 @@ def _parameter_size(count: int) -> str:
     if count >= 10**9:
         return f"{count / 1e9:.1f}B"
     return f"{count / 1e6:.2f}M" if count else ""
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +10,7 @@ from starlette.responses import Response
 
 from chairlift.errors import brief
 from chairlift.server.errors import ApiError
-from chairlift.server.http.responses import Json
+from chairlift.server.http.responses import Json, utc_time
 from chairlift.server.model import ServedModel
 from chairlift.server.routes.openai.files import page_of, page_size
 from chairlift.server.service import service_of
@@ -82,5 +81,5 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "capabilities": None,
         "max_input_tokens": context,
         "max_tokens": context,
-        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": utc_time(model.created),
     }
