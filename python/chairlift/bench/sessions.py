@@ -166,7 +166,7 @@ def _with_subagents(block: int, threads: list[_Thread], parents: list[int], sent
             until += 1
         if until > at:
             think = max(0.0, sent[number] - max(one.ended for one in subagents[at:until]))
-            turn = SessionTurn(think, turn.prompt_tokens, turn.output_tokens, turn.leaf, turn.calls_tool, range(at + 1, until + 1))
+            turn = replace(turn, think=think, subagents=range(at + 1, until + 1))
         main.append(turn)
         at = until
     tools = _whole(first.get("tool_tokens") or 0, 0, MAX_TOKENS)
