@@ -137,7 +137,8 @@ class CountRequest(GenerationParams):
         reminders: list[str] = []
         for message, where in turns[len(leading) :]:
             if message.role == "system":
-                reminders.append(_reminder(message, where))
+                # Claude Code marks what is not the user's in this way.
+                reminders.append(f"<system-reminder>\n{_text(message.content, where)}\n</system-reminder>")
                 continue
             _join_reminders(messages, reminders)
             if message.role == "user":
@@ -251,11 +252,6 @@ def _result(content: object, where: str) -> str:
             case _:
                 texts.append(_block(block, f"{where}[{index}]"))
     return "\n".join(texts)
-
-
-def _reminder(message: AnthropicMessage, where: str) -> str:
-    """Returns the text of a system turn, marked as Claude Code marks what is not the user's."""
-    return f"<system-reminder>\n{_text(message.content, where)}\n</system-reminder>"
 
 
 def _join_reminders(messages: list[dict[str, Any]], reminders: list[str]) -> None:

@@ -224,7 +224,7 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
             if not messages or not _is_reasoning(messages[-1]):
                 messages.append({"role": "assistant", "reasoning_content": []})
             messages[-1]["reasoning_content"].append(_reasoning(parts, where))
-        case {"role": "user" | "assistant" | "system" | "developer" as role, **rest} if _is_message(rest):
+        case {"role": "user" | "assistant" | "system" | "developer" as role, **rest} if rest.get("type", "message") == "message":
             if role != "assistant" or not messages or not _is_reasoning(messages[-1]):
                 messages.append({"role": role})
             content = rest.get("content")
@@ -250,10 +250,6 @@ def _append_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
 def _are_arguments(value: object) -> bool:
     """Whether a call may have these arguments: JSON text, an object, or nothing, which PHP writes as an empty list."""
     return value is None or isinstance(value, str | dict) or value == []
-
-
-def _is_message(item: Mapping[Any, object]) -> bool:
-    return item.get("type", "message") == "message"
 
 
 def _reasoning(item: Mapping[Any, object], where: str) -> str:
