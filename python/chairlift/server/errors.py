@@ -74,6 +74,12 @@ class ApiError(Exception):
         """Returns what explanations say of a request that was refused with it."""
         return Refusal.of(self.status, self.envelope["error"])
 
+    def in_format(self, envelope: dict[str, Any]) -> ApiError:
+        """Returns the same error in another API's format."""
+        error = ApiError(self.status, str(self), headers=self.headers)
+        error.envelope = envelope
+        return error
+
     def response(self) -> Response:
         """Returns the HTTP response."""
         return Response(json.dumps(self.envelope), self.status, self.headers, "application/json")
@@ -82,24 +88,6 @@ class ApiError(Exception):
 _CODES = {"queue_full": "queue_full", "shutting_down": "draining"}
 _CODES |= dict.fromkeys(("not_ready", "engine_dead", "engine_stuck", "model_load_failed"), "not_ready")
 _STATUSES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 429: "tenant_limit", 431: "too_large"}
-
-
-class AnthropicError(ApiError):
-    """The same error in Anthropic's format."""
-
-    def __init__(self, error: ApiError, request_id: str | None) -> None:
-        fields = error.envelope["error"]
-        super().__init__(error.status, fields["message"], param=fields["param"], code=fields["code"], headers=error.headers)
-        kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        self.envelope = {"type": "error", "error": fields | {"type": kind}, "request_id": request_id}
-
-
-class OllamaError(ApiError):
-    """The same error in Ollama's format."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.status, error.envelope["error"]["message"], headers=error.headers)
-        self.envelope = {"error": error.envelope["error"]["message"]}
 
 
 _ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -136,13 +124,14 @@ def is_anthropic(scope: Scope) -> bool:
 
 def for_route(error: ApiError, scope: Scope) -> ApiError:
     """Returns the error in the format of the API of a request. On the admin socket requests have no id."""
-    path = scope["path"]
+    path, fields = scope["path"], error.envelope["error"]
     if error.exceeded is not None:
-        error.envelope["error"]["message"] = _context_words(error.exceeded, path)
+        fields["message"] = _context_words(error.exceeded, path)
     if is_anthropic(scope):
         context = scope.get("state", {}).get("context")
-        return AnthropicError(error, context and context.request_id)
-    return OllamaError(error) if path.startswith("/api/") else error
+        kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        return error.in_format({"type": "error", "error": fields | {"type": kind}, "request_id": context and context.request_id})
+    return error.in_format({"error": fields["message"]}) if path.startswith("/api/") else error
 
 
 _ROUTES = "GET /openapi.json lists all routes. The base URL ends with /v1 for OpenAI's clients, and without it for Anthropic's"
