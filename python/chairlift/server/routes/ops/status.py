@@ -15,14 +15,13 @@ from chairlift.server.lifecycle import ModelState
 from chairlift.server.model import ServedModel
 from chairlift.server.service import service_of
 
-_LINKS = {"models": "v1/models", "openapi": "openapi.json", "live": "live", "ready": "ready", "health": "health"}
-_LINKS |= {"metrics": "metrics", "dashboard": "dashboard"}
+_LINKS = {"models": "/v1/models", "openapi": "/openapi.json", "live": "/live", "ready": "/ready", "health": "/health"}
+_LINKS |= {"metrics": "/metrics", "dashboard": "/dashboard"}
 
 
 async def index(request: Request) -> Response:
     """Returns the server's name, version, model and links to its routes."""
-    links = {name: f"/{path}" for name, path in _LINKS.items()}
-    return Json({"name": "chairlift", "version": chairlift.__version__, "model": service_of(request).default.name, "links": links})
+    return Json({"name": "chairlift", "version": chairlift.__version__, "model": service_of(request).default.name, "links": _LINKS})
 
 
 async def version(request: Request) -> Response:
