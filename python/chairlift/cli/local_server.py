@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,9 +56,9 @@ def server_for(model: str | None, url: str | None, api_key: str | None) -> Itera
     if url is not None:
         lacks = "lists no model" if model is None else f"does not serve {model}"
         raise ModelNotFound(f"the server at {url} {lacks}: it has {', '.join(names) or 'none'}")
-    with _started(model or DEFAULT_MODEL) as started:
-        _wait(started, api_key)
-        yield started.url, model_names(started.url, api_key)[0]
+    with _started(model or DEFAULT_MODEL) as (started_url, process):
+        _wait(started_url, process, api_key)
+        yield started_url, model_names(started_url, api_key)[0]
 
 
 def _names_at_usual_address(api_key: str | None) -> list[str]:
@@ -90,40 +90,35 @@ def _command(model: str, port: int) -> list[str]:
     return [sys.executable, "-P", "-c", _SERVE, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
 
 
-class _StartedServer:
-    """`chairlift serve` in a process of its own. Ctrl-C in the terminal does not reach it."""
-
-    def __init__(self, model: str, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        environment = {name: value for name, value in os.environ.items() if name not in _OTHER_ADDRESS}
-        self.process = subprocess.Popen(_command(model, port), stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
-
-    def close(self) -> None:
-        """Ends the server."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGTERM)  # the second one ends it at once
-            self.process.wait()
-
-
-def _started(model: str) -> closing[_StartedServer]:
+@contextmanager
+def _started(model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Yields the address and the process of `chairlift serve`, which ends with the block. Ctrl-C in the terminal does not reach it."""
     port = urlsplit(URL).port or 0
     if _listens(URL):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-    print(f"chairlift: starting a server for {model} at http://127.0.0.1:{port}", file=sys.stderr)
-    return closing(_StartedServer(model, port))
-
-
-def _wait(server: _StartedServer, api_key: str | None) -> None:
-    """Waits until the server is ready. Raises ChairliftError if it ends: its own output has the reason."""
-    while server.process.poll() is None:
+    url = f"http://127.0.0.1:{port}"
+    print(f"chairlift: starting a server for {model} at {url}", file=sys.stderr)
+    environment = {name: value for name, value in os.environ.items() if name not in _OTHER_ADDRESS}
+    process = subprocess.Popen(_command(model, port), stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+    try:
+        yield url, process
+    finally:
+        process.send_signal(signal.SIGTERM)
         try:
-            get_json(server.url, "/ready", api_key)
+            process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)  # the second one ends it at once
+            process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], api_key: str | None) -> None:
+    """Waits until the server is ready. Raises ChairliftError if it ends: its own output has the reason."""
+    while process.poll() is None:
+        try:
+            get_json(url, "/ready", api_key)
             return
         except ChairliftError:
             time.sleep(POLL_SECONDS)
-    raise ChairliftError(f"the server ended with status {server.process.returncode}: see its message above")
+    raise ChairliftError(f"the server ended with status {process.returncode}: see its message above")
