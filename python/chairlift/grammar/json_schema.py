@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import MAX_GRAMMAR
@@ -38,18 +38,11 @@ _MAY_BE_NULL = frozenset(("const", "default"))
 _LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
-class CheckedSchema(NamedTuple):
-    """A schema as text, and the paths of keywords that were taken out because no grammar enforces them."""
+def checked_schema(schema: object, param: str, where: str) -> tuple[str, list[str]]:
+    """Returns a JSON schema as text, and the paths in it of keywords that were taken out because no grammar enforces them.
 
-    text: str
-    relaxed: list[str]
-
-
-def checked_schema(schema: object, param: str, where: str) -> CheckedSchema:
-    """Serializes a JSON schema; raises InvalidRequest for one that is too large, too deep or not supported, naming it as `where`.
-
-    Checks everything that needs no compilation, in bounded time for a schema of any size. Paths of relaxed keywords are relative to the
-    schema.
+    Raises InvalidRequest for one that is too large, too deep or not supported, naming it as `where`. Checks everything that needs no
+    compilation, in bounded time for a schema of any size.
     """
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{where} must be a JSON schema, which is an object, got {brief(schema)}", param=param)
@@ -58,7 +51,7 @@ def checked_schema(schema: object, param: str, where: str) -> CheckedSchema:
         raise InvalidRequest(f"{where}.x-guidance must be an object, got {brief(schema['x-guidance'])}", param=param)
     relaxed: list[str] = []
     schema = _Checker(param, where, relaxed).check(schema, "")
-    return CheckedSchema(checked_text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where), relaxed)
+    return checked_text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where), relaxed
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
