@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from chairlift.chat.messages import check_depth
 from chairlift.chat.tools.custom import PARAMETERS
@@ -17,10 +17,9 @@ _NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-class Function(BaseModel):
+class Function(BaseModel, strict=True):
     """A function that the model may call; `parameters` is the JSON schema of its arguments, None if it takes none."""
 
-    model_config = ConfigDict(strict=True)
     name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -36,20 +35,18 @@ class Function(BaseModel):
         return closed(_NO_PARAMETERS if self.parameters is None else self.parameters)
 
 
-class TextFormat(BaseModel):
+class TextFormat(BaseModel, strict=True):
     """The form of a custom tool's input. The model sees a grammar, but the input may not match it."""
 
-    model_config = ConfigDict(strict=True)
     type: str = "text"
     grammar: dict[str, Any] | None = None
     syntax: str | None = None
     definition: str | None = None
 
 
-class CustomTool(BaseModel):
+class CustomTool(BaseModel, strict=True):
     """A tool whose input is free text."""
 
-    model_config = ConfigDict(strict=True)
     name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
     format: TextFormat | None = None
@@ -63,10 +60,9 @@ class CustomTool(BaseModel):
         return Function(name=self.name, description=description.strip(), parameters=PARAMETERS)
 
 
-class Tool(BaseModel):
+class Tool(BaseModel, strict=True):
     """A tool. Functions and custom tools are supported; tools of other types are left out."""
 
-    model_config = ConfigDict(strict=True)
     type: str
     function: Function | None = None
     custom: CustomTool | None = None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from chairlift.chat.tools.custom import INPUT
 from chairlift.errors import InvalidRequest, brief
@@ -30,20 +30,17 @@ _PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"t
 """A content part in /openapi.json."""
 
 
-class _CalledFunction(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _CalledFunction(BaseModel, strict=True):
     name: str
     arguments: str | dict[str, Any] | Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class _CalledCustomTool(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _CalledCustomTool(BaseModel, strict=True):
     name: str
     input: str
 
 
-class _MessageToolCall(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _MessageToolCall(BaseModel, strict=True):
     id: str | None = None
     type: Literal["function", "custom"] = "function"
     function: _CalledFunction | None = None
@@ -58,10 +55,9 @@ class _MessageToolCall(BaseModel):
         return self.function
 
 
-class Message(BaseModel):
+class Message(BaseModel, strict=True):
     """One message of a conversation."""
 
-    model_config = ConfigDict(strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]})] = None
     refusal: str | None = None

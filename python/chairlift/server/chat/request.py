@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from chairlift.chat.functions import Function, Tool, ToolSpec, choose
 from chairlift.chat.messages import Message, check_depth, checked_variables
@@ -22,19 +22,17 @@ MAX_ID = 256
 """Characters of an answer's id that a client sends."""
 
 
-class PromptCacheOptions(BaseModel):
+class PromptCacheOptions(BaseModel, strict=True):
     """What the client says about the prompt cache: hints, and the id of the answer to compare the prompt with."""
 
-    model_config = ConfigDict(strict=True)
     mode: str | None = None
     ttl: str | None = None
     comparison_response_id: Annotated[str, Field(max_length=MAX_ID)] | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(BaseModel, strict=True):
     """Whether the model reasons, and for how many tokens at most: the field of DeepSeek's, GLM's and Kimi's APIs."""
 
-    model_config = ConfigDict(strict=True)
     type: str
     budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
 

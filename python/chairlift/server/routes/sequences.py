@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -107,10 +107,9 @@ class SequenceUpdateRequest(Fields):
     priority: int
 
 
-class SequenceGenerateRequest(CompletionRequest):
+class SequenceGenerateRequest(CompletionRequest, json_schema_extra=_hide_refused):
     """POST /v1/sequences/{id}/generate: the fields of /v1/completions, without those about prompts and several answers."""
 
-    model_config = ConfigDict(json_schema_extra=_hide_refused)
     prompt: Any = None
 
     def params(self, defaults: Any) -> SamplingParams:

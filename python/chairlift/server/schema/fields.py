@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
 from chairlift.engine.validation import check_tokens
 from chairlift.errors import InvalidRequest, brief
@@ -60,19 +60,17 @@ REQUEST_ID = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
 """Pattern of request ids."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, strict=True):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_metrics: bool | None = None
 
 
-class Fields(BaseModel):
+class Fields(BaseModel, strict=True, allow_inf_nan=False, extra="ignore", defer_build=True):
     """A request body, and `read`, which validates one."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", defer_build=True)
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields that are rejected, with the values of each that have no effect. A class that declares a field supports it."""
     without_effect: ClassVar[frozenset[str]] = frozenset()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.server.chat.request import MAX_ID, MAX_MESSAGES, MAX_TOOLS, ChatRequest, media_note, renamed_fields
@@ -26,18 +26,16 @@ _BILLING = "x-anthropic-billing-header:"
 """Begins the block with which Claude Code begins its system prompt. It differs in each request, so the prefix cache would never hit."""
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(BaseModel, strict=True):
     """One message of a conversation."""
 
-    model_config = ConfigDict(strict=True)
     role: Literal["user", "assistant", "system"]
     content: _BLOCKS
 
 
-class ClientTool(BaseModel):
+class ClientTool(BaseModel, strict=True):
     """A function that the model may call and the client runs; tools of other types are left out."""
 
-    model_config = ConfigDict(strict=True)
     type: str | None = None
     name: str | None = None
     description: str | None = None
@@ -45,27 +43,24 @@ class ClientTool(BaseModel):
     strict: bool | None = None
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(BaseModel, strict=True):
     """Whether the model must call a function, and which."""
 
-    model_config = ConfigDict(strict=True)
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(BaseModel, strict=True):
     """Structured output; `output_format` is the older name of its `format`."""
 
-    model_config = ConfigDict(strict=True)
     format: dict[str, Any] | None = None
     effort: str | None = None
 
 
-class ThinkingOptions(BaseModel):
+class ThinkingOptions(BaseModel, strict=True):
     """Whether the model reasons, and for how many tokens at most."""
 
-    model_config = ConfigDict(strict=True)
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     display: str | None = None
@@ -152,10 +147,9 @@ class CountRequest(GenerationParams):
         return messages + _reminder_turn(reminders)
 
 
-class Diagnostics(BaseModel):
+class Diagnostics(BaseModel, strict=True):
     """Asks for a comparison with an earlier message; without its id only for the field in the response."""
 
-    model_config = ConfigDict(strict=True)
     previous_message_id: Annotated[str, Field(max_length=MAX_ID)] | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.grammar.json_schema import closed
@@ -32,14 +32,12 @@ _HARDWARE = frozenset(
 """Options that never change an answer: the server chooses them at its start."""
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _Function(BaseModel, strict=True):
     name: str
     arguments: Any = None
 
 
-class _ToolCall(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _ToolCall(BaseModel, strict=True):
     id: str | None = None
     function: _Function
 
@@ -57,10 +55,9 @@ def _lowered(role: object) -> object:
     return role.lower() if isinstance(role, str) else role  # as Ollama reads it
 
 
-class OllamaMessage(BaseModel):
+class OllamaMessage(BaseModel, strict=True):
     """One message of a conversation."""
 
-    model_config = ConfigDict(strict=True)
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lowered)]
     content: str | None = None
     thinking: str | None = None

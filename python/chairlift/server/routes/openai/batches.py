@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,10 +19,9 @@ from chairlift.server.schema.fields import Fields
 from chairlift.server.service import service_of
 
 
-class ExpiresAfter(BaseModel):
+class ExpiresAfter(BaseModel, strict=True):
     """When the output files of a batch expire."""
 
-    model_config = ConfigDict(strict=True)
     anchor: str
     seconds: int
 

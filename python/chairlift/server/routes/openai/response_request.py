@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, media_note, renamed_fields
@@ -34,10 +34,9 @@ _OF_SERVERS = frozenset(
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class ResponsesTool(BaseModel):
+class ResponsesTool(BaseModel, strict=True, extra="allow"):
     """A function or a custom tool that the model may call; tools of other types are left out."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     type: str
     name: str | None = None
     description: str | None = None
@@ -76,18 +75,16 @@ class ToolOrNamespace(ResponsesTool):
         return [one for tool in renamed for one in tool.chat_tools()]
 
 
-class TextOptions(BaseModel):
+class TextOptions(BaseModel, strict=True):
     """Options of the output text."""
 
-    model_config = ConfigDict(strict=True)
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(BaseModel, strict=True):
     """Options of the reasoning. The reasoning is returned in full, so `summary` has no effect."""
 
-    model_config = ConfigDict(strict=True)
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
