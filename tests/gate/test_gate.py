@@ -3,7 +3,6 @@
 import concurrent.futures
 import json
 import random
-import socket
 import threading
 import time
 
@@ -12,6 +11,7 @@ import pytest
 from client_bodies import Sent, client_bodies
 from confused_bodies import confused_bodies
 from gate_here import with_gate
+from raw_connection import connected
 from server_here import wait_until
 from upstream import Upstream, gate
 
@@ -121,9 +121,8 @@ def test_two_hundred_bodies_and_their_answers_are_the_ones_without_the_gate(upst
 
 def status_of(base, target, body=b"", *headers):
     """Sends a target as it is, which clients would normalize. Returns the final status: leaving after 100 would cancel the request."""
-    host, port = base.removeprefix("http://").split(":")
-    head = [f"POST {target} HTTP/1.1", f"Host: {host}", "Connection: close", f"Content-Length: {len(body)}", *headers]
-    with socket.create_connection((host, int(port)), 30) as connection:
+    head = [f"POST {target} HTTP/1.1", "Host: 127.0.0.1", "Connection: close", f"Content-Length: {len(body)}", *headers]
+    with connected(base) as connection:
         connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
         lines = connection.makefile("rb")
         statuses = (int(line.split()[1]) for line in lines if line.startswith(b"HTTP/1.1 "))

@@ -9,7 +9,6 @@ import gc
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import httpx
 import pytest
 from cpu_cost import references
 from hostile_bodies import hostile_bodies
+from raw_connection import connected
 from scripted_engine import ScriptedEngine, ScriptedProcess
 from server_here import serving
 
@@ -186,7 +186,7 @@ def test_small_chunks_take_no_callback_long(served):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 
     def send():
-        with socket.create_connection((client.base_url.host, client.base_url.port), 30) as sock:
+        with connected(str(client.base_url)) as sock:
             sock.sendall(head + b"1\r\n \r\n" * 20_000)
             return sock.recv(100)
 

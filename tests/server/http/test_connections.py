@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import signal
-import socket
 import ssl
 
 import httpx
 import pytest
 from fake_server import own_process, status
+from raw_connection import connected, rest
 from scripted_engine import ScriptedEngine
 from server_here import serving, wait_until
 
@@ -83,24 +83,10 @@ def test_idle_connections_outlive_those_of_clients():
     assert supervisor.KEEP_ALIVE_SECONDS > 90  # Go's clients keep them as long
 
 
-def connected(base):
-    host, port = base.partition("://")[2].split(":")
-    return socket.create_connection((host, int(port)), 30)
-
-
 @pytest.fixture
 def eight(monkeypatch):
     """Servers have room for eight connections."""
     monkeypatch.setattr(protocol, "Connections", lambda _, tls: Connections(8, tls))
-
-
-def closed(sock):
-    """All that comes until the server closes the connection."""
-    got = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := sock.recv(65536):
-            got += piece
-    return got
 
 
 def test_idle_connections_make_room_for_others(eight):
@@ -114,7 +100,7 @@ def test_idle_connections_make_room_for_others(eight):
             opened[-1].sendall((b"", GET, GET[:20], POST + b"{")[number % 4])
         assert httpx.get(f"{base}/live").status_code == 200
         for sock in opened[:30]:
-            closed(sock)
+            rest(sock)
         engine.released = True
         assert stream.read().endswith(b"data: [DONE]\n\n")
         wait_until(lambda: service.open <= 8)
@@ -127,7 +113,7 @@ def test_connections_whose_requests_are_answered_stay(eight):
         body = {"prompt": "paused", "max_tokens": 999, "stream": True}
         streams = [stack.enter_context(httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=30)) for _ in range(8)]
         with connected(base) as sock:
-            got = closed(sock)
+            got = rest(sock)
             assert got.startswith(b"HTTP/1.1 503 ")
             assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
         engine.released = True
@@ -146,7 +132,7 @@ def test_a_connection_that_is_refused_before_its_handshake_gets_no_plain_text(ei
         for _ in range(8):
             stack.enter_context(client.stream("POST", "/v1/completions", json=body))
         with connected(base) as sock:
-            assert closed(sock) == b""
+            assert rest(sock) == b""
         engine.released = True
 
 
@@ -167,7 +153,7 @@ def test_a_handshake_that_never_ends_is_cut(monkeypatch, certificate):
     monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.2)
     cert, key = certificate
     with serving(ScriptedEngine(), ssl_certfile=cert, ssl_keyfile=key) as (base, _), connected(base) as sock:
-        assert closed(sock) == b""
+        assert rest(sock) == b""
 
 
 @pytest.mark.slow
@@ -265,7 +251,7 @@ def test_uploads_that_are_in_memory_make_room_for_others(monkeypatch, tmp_path):
             opened.append(stack.enter_context(connected(base)))
             opened[-1].sendall(head + part)
         for sock in opened[:6]:
-            assert closed(sock).startswith(b"HTTP/1.1 503 ")
+            assert rest(sock).startswith(b"HTTP/1.1 503 ")
         reply = httpx.post(f"{base}/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"y" * 300_000)})
         assert (reply.status_code, reply.json()["bytes"]) == (200, 300_000)
         stack.pop_all().close()
@@ -282,7 +268,7 @@ def test_half_bodies_make_room_for_others(monkeypatch):
             opened.append(stack.enter_context(connected(base)))
             opened[-1].sendall(POST + b" " * 60_000)
         for sock in opened[:6]:
-            got = closed(sock)
+            got = rest(sock)
             assert got.startswith(b"HTTP/1.1 503 ")
             assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
         body = {"prompt": "a", "max_tokens": 1, "user": "x" * 90_000}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from raw_connection import connected, rest
 from scripted_engine import ScriptedEngine
 from server_here import serving, wait_until
 
@@ -13,25 +14,6 @@ from chairlift.errors import InvalidSetting
 from chairlift.server.http import connections
 from chairlift.server.http import protocol as protocol
 from chairlift.server.http.sockets import PortTaken, check_certificate, open_path
-
-
-def connected(base, **options):
-    host, port = base.removeprefix("http://").split(":")
-    sock = socket.socket()
-    for name, value in options.items():
-        sock.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
-    sock.settimeout(30)
-    sock.connect((host, int(port)))
-    return sock
-
-
-def rest(sock):
-    """All that comes until the server closes the connection."""
-    got = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := sock.recv(65536):
-            got += piece
-    return got
 
 
 def requested(sock, request):
@@ -253,9 +235,7 @@ def test_413_reaches_a_client_that_is_still_sending(base, server, form):
         else b"transfer-encoding: chunked\r\n\r\n"
     )
     with sending(base, head, chunked(body) if form == "chunked" else body) as sock:
-        got = b""
-        while piece := sock.recv(65536):  # no reset
-            got += piece
+        got = rest(sock)
     assert got.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in got.lower()
     error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
@@ -300,17 +280,13 @@ def test_401_reaches_a_client_that_is_still_sending(path):
     with serving(ScriptedEngine(), "sk-1") as (base, _):
         head = HEAD.replace(b"/v1/completions", path.encode()) + b"content-length: %d\r\n\r\n" % LARGE
         with sending(base, head, b" " * LARGE) as sock:
-            got = b""
-            while piece := sock.recv(65536):
-                got += piece
+            got = rest(sock)
     assert got.startswith(b"HTTP/1.1 401 ")
 
 
 def test_400_reaches_a_client_that_is_still_sending(base):
     with sending(base, b"no http\r\n\r\n", b"x" * LARGE) as sock:
-        got = b""
-        while piece := sock.recv(65536):
-            got += piece
+        got = rest(sock)
     assert got.startswith(b"HTTP/1.1 400 ")
 
 

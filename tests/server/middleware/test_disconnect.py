@@ -1,8 +1,8 @@
 import json
-import socket
 import threading
 
 import pytest
+from raw_connection import connected
 from server_here import wait_until
 
 HEADERS = "host: localhost\r\ncontent-type: application/json\r\n"
@@ -14,9 +14,8 @@ UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings
 
 def leave(base, path, body, headers=""):
     """Sends a request, waits for nothing, and goes away."""
-    host, port = base.removeprefix("http://").split(":")
     raw = json.dumps(body).encode()
-    with socket.create_connection((host, int(port))) as sock:
+    with connected(base) as sock:
         sock.sendall(f"POST {path} HTTP/1.1\r\n{HEADERS}{headers}content-length: {len(raw)}\r\n\r\n".encode() + raw)
         yield sock
 
@@ -41,8 +40,7 @@ def test_the_engine_stops_when_the_client_goes(base, server, engine, http, path,
 
 
 def test_a_client_that_goes_while_it_still_sends_costs_nothing(base, server, engine, http):
-    host, port = base.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as sock:
+    with connected(base) as sock:
         sock.sendall(
             b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"pro'
         )

@@ -1,5 +1,4 @@
 import shutil
-import socket
 import subprocess
 import time
 from collections import Counter
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from raw_connection import connected
 from server_here import serving, wait_until
 
 from chairlift.engine.engine_info import EngineInfo
@@ -474,8 +474,7 @@ def test_a_requests_clocks_start_at_its_first_byte(engine, body):
     message = head % len(content) + content
     cut = 10 if body == "in one piece" else len(message) - 5
     with serving(engine) as (base, _), httpx.Client(base_url=base) as http:
-        url = httpx.URL(base)
-        with socket.create_connection((url.host, url.port)) as sock:
+        with connected(base) as sock:
             took = []
             for _ in range(2):  # the second on a connection that has been idle, which is not the request's time
                 began = time.monotonic()

@@ -1,11 +1,10 @@
-import contextlib
 import json
 import re
-import socket
 import threading
 
 import httpx
 import pytest
+from raw_connection import connected, rest
 from scripted_engine import ScriptedEngine, answer
 from server_here import MODEL, serving, wait_until
 
@@ -240,15 +239,11 @@ RAW = {
 }
 
 
-@pytest.mark.parametrize(("rest", "status"), RAW.values(), ids=RAW.keys())
-def test_requests_that_no_client_library_would_send(base, http, rest, status):
-    host, port = base.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" + rest)
-        got = b""
-        with contextlib.suppress(ConnectionResetError):
-            while piece := sock.recv(65536):  # until the server closes the connection
-                got += piece
+@pytest.mark.parametrize(("end", "status"), RAW.values(), ids=RAW.keys())
+def test_requests_that_no_client_library_would_send(base, http, end, status):
+    with connected(base) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" + end)
+        got = rest(sock)
     assert got.startswith(b"HTTP/1.1 " + status)
     assert got.count(b"HTTP/1.1 ") == 1
     assert http.get("/health").status_code == 200

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import socket
 import time
 
 import httpx
 import openai
 import pytest
+from raw_connection import connected
 from scripted_engine import ScriptedEngine
 from server_here import MODEL, serving, wait_until
 
@@ -418,17 +418,16 @@ def stored(tmp_path):
 
 
 def test_half_an_upload_leaves_nothing(server, alice, tmp_path):
-    port = int(server[0].rpartition(":")[2])
     head = b"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer a\r\ncontent-type: multipart/form-data; boundary=B\r\n"
     part = b'--B\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n' + b"x" * 50_000
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+        with connected(server[0]) as connection:
             connection.sendall(head + b"content-length: 99000\r\n\r\n" + part)
             wait_until(lambda: server[1].open == 1)
         wait_until(lambda: server[1].open == 0)
     assert stored(tmp_path) == []
     # A form that ends without its last boundary is not a file either.
-    with socket.create_connection(("127.0.0.1", port)) as connection:
+    with connected(server[0]) as connection:
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(part) + part)
         assert "its last boundary" in connection.makefile().read()
     assert alice.files.list().data == []

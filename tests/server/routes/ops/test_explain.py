@@ -1,10 +1,10 @@
 import asyncio
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from raw_connection import connected
 from scripted_engine import ScriptedEngine
 from server_here import serving, timeline, wait_until
 
@@ -125,7 +125,7 @@ def test_an_explanation_ends_with_its_client():
 
     with serving(ScriptedEngine()) as (base, service):
         service.explain = explain
-        with socket.create_connection(("127.0.0.1", httpx.URL(base).port)) as client:
+        with connected(base) as client:
             client.sendall(b"GET /v1/requests/a/explain HTTP/1.1\r\nhost: localhost\r\n\r\n")
             wait_until(lambda: events == ["begun"])
         wait_until(lambda: events == ["begun", "cancelled"])
