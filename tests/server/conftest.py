@@ -4,6 +4,8 @@ import pytest
 from scripted_engine import ScriptedEngine, WordTokenizer
 from server_here import serving
 
+from chairlift.server.chat.completion import ChatCompletion
+
 
 @pytest.fixture(scope="module")
 def lasting():
@@ -49,3 +51,17 @@ def http(base):
 def client(base):
     with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=30) as client:
         yield client
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Has the model say given deltas, whatever it is asked."""
+
+    def say(*deltas):
+        async def said(turn):
+            for delta in deltas:
+                yield delta
+
+        monkeypatch.setattr(ChatCompletion, "deltas", said)
+
+    return say

@@ -10,7 +10,6 @@ from server_here import MODEL
 
 from chairlift.chat.answer import Delta
 from chairlift.chat.tools.parser import ToolCallDelta
-from chairlift.server.chat.completion import ChatCompletion
 from chairlift.server.routes.anthropic.message_request import MessagesRequest
 
 pytestmark = pytest.mark.shared_server
@@ -25,20 +24,6 @@ def claude(lasting):
     """Anthropic's own client."""
     with anthropic.Anthropic(base_url=lasting[1], api_key="any", max_retries=0, timeout=30) as client:
         yield client
-
-
-@pytest.fixture
-def says(monkeypatch):
-    """Has the model say given deltas, whatever it is asked."""
-
-    def say(*deltas):
-        async def said(turn):
-            for delta in deltas:
-                yield delta
-
-        monkeypatch.setattr(ChatCompletion, "deltas", said)
-
-    return say
 
 
 def test_a_whole_answer_has_anthropic_s_shape(http, engine):

@@ -5,7 +5,6 @@ import pytest
 from chairlift.chat.answer import Delta
 from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.server.app import routes
-from chairlift.server.chat.completion import ChatCompletion
 
 pytestmark = pytest.mark.shared_server
 
@@ -37,13 +36,12 @@ def test_every_reference_leads_somewhere_and_every_schema_is_used(document):
     assert set(references(document)) == names
 
 
-def test_every_kind_of_output_is_described(http, document, monkeypatch):
-    async def said(turn):
-        yield Delta(0, "well", reasoning="hm")
-        yield Delta(0, calls=[ToolCallDelta(index, "{}", id=f"call_{index}", name="f", custom=bool(index)) for index in range(2)])
-        yield Delta(0, finish_reason="tool_calls")
-
-    monkeypatch.setattr(ChatCompletion, "deltas", said)
+def test_every_kind_of_output_is_described(http, document, says):
+    says(
+        Delta(0, "well", reasoning="hm"),
+        Delta(0, calls=[ToolCallDelta(index, "{}", id=f"call_{index}", name="f", custom=bool(index)) for index in range(2)]),
+        Delta(0, finish_reason="tool_calls"),
+    )
     schemas = document["components"]["schemas"]
     for path, name, field, body in (
         ("/v1/responses", "Response", "output", {"input": "a"}),

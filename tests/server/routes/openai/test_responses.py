@@ -9,7 +9,6 @@ from server_here import MODEL
 
 from chairlift.chat.answer import Delta
 from chairlift.chat.tools.parser import ToolCallDelta
-from chairlift.server.chat.completion import ChatCompletion
 
 pytestmark = pytest.mark.shared_server
 
@@ -33,20 +32,6 @@ def events(response):
         assert reported[-1]["sequence_number"] == index
         EVENT.validate_python(reported[-1])
     return reported
-
-
-@pytest.fixture
-def says(monkeypatch):
-    """Has the model say given deltas, whatever it is asked."""
-
-    def say(deltas):
-        async def said(turn):
-            for delta in deltas:
-                yield delta
-
-        monkeypatch.setattr(ChatCompletion, "deltas", said)
-
-    return say
 
 
 def test_a_whole_answer_has_openai_s_shape(http, engine):
@@ -94,7 +79,7 @@ def test_a_number_that_json_cannot_say_is_repeated_as_null(http):
 
 
 def test_calls_are_items_of_their_own(http, says):
-    says(CALLS)
+    says(*CALLS)
     requested = {"input": "how is it", "tools": [HOT]}
     whole = RESPONSE.validate_python(http.post("/v1/responses", json=requested).json())
     assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
@@ -113,7 +98,7 @@ def test_calls_are_items_of_their_own(http, says):
 
 
 def test_an_answer_without_a_word_is_an_empty_message(http, says):
-    says([Delta(0, finish_reason="stop")])
+    says(Delta(0, finish_reason="stop"))
     [item] = http.post("/v1/responses", json={"input": "hush"}).json()["output"]
     assert item["content"] == [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
 
@@ -155,11 +140,9 @@ def test_tools_of_a_namespace_are_tools(http, engine, says):
     conversation, variables = engine.tokenizer.rendered[-1]
     assert '"name": "mcp__city__hot"' in json.dumps([conversation, variables], default=str).replace("\\", "")
     says(
-        [
-            Delta(0, calls=[ToolCallDelta(0, "{}", id="call_1", name="mcp__city__hot")]),
-            Delta(0, calls=[ToolCallDelta(1, "b", id="call_2", name="mcp__city__ask", custom=True)]),
-            Delta(0, finish_reason="tool_calls"),
-        ]
+        Delta(0, calls=[ToolCallDelta(0, "{}", id="call_1", name="mcp__city__hot")]),
+        Delta(0, calls=[ToolCallDelta(1, "b", id="call_2", name="mcp__city__ask", custom=True)]),
+        Delta(0, finish_reason="tool_calls"),
     )
     whole = RESPONSE.validate_python(http.post("/v1/responses", json=requested).json())
     named = [("function_call", "mcp__city__", "hot"), ("custom_tool_call", "mcp__city__", "ask")]
@@ -221,7 +204,7 @@ def test_the_openai_client_streams_and_parses(client, says):
     with client.responses.stream(model=MODEL, input="one two", max_output_tokens=2) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(texts) == answer("one two", 2)
-    says([Delta(0, '{"name": '), Delta(0, '"Rome"}', finish_reason="stop")])
+    says(Delta(0, '{"name": '), Delta(0, '"Rome"}', finish_reason="stop"))
     with client.responses.stream(model=MODEL, input="where") as stream:
         list(stream)
         assert stream.get_final_response().output_text == '{"name": "Rome"}'
