@@ -1,12 +1,12 @@
 """Poisoned requests in the middle of live load: each is refused by itself, and nobody else notices."""
 
-import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from events import objects
 from poison import Poison, poisoned
 from served import Served, bare, served, until
 
@@ -35,7 +35,7 @@ def ask(server: Served, which: int, stream: bool) -> Any:
     assert reply.status_code == 200, reply.text
     if not stream:
         return bare(reply.json())
-    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    events = objects(reply.text)
     texts: dict[Any, str] = {}
     ends: dict[Any, Any] = {}
     for event in events:

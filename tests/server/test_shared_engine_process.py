@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_encoders
+from events import objects
 from served import Served, served, until
 
 ENDLESS = {"model": "chat", "prompt": "golden", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -39,7 +40,7 @@ def statuses(server: Served) -> dict[str, str]:
 
 def text(lines: Iterator[str]) -> str:
     """What a stream says until its end."""
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    events = objects("\n".join(lines))
     assert not [event for event in events if "error" in event]
     return "".join(event["choices"][0]["text"] for event in events if event["choices"])
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from events import objects
 from served import Served, bare
 
 TOKENS = 40
@@ -67,7 +68,7 @@ def ask(server: Served, path: str, body: dict[str, Any], stream: bool = True) ->
     assert reported.status_code == 200, reported.text
     if not stream:
         return bare(reported.json()) | {"metrics": None, "usage": reported.json()["usage"]["completion_tokens"]}
-    events = [json.loads(line.removeprefix("data: ")) for line in reported.text.splitlines() if line.startswith("data: {")]
+    events = objects(reported.text)
     assert not any("error" in event for event in events), reported.text
     whole: dict[str, Any] = {}
     for event in events:

@@ -1,6 +1,5 @@
 """Why a turn of a conversation misses the prefix cache: each way to break a prefix is named."""
 
-import json
 from array import array
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 from caching_engine import CachingEngine, PairTokenizer
+from events import events, objects
 from server_here import MODEL, serving, serving_models
 
 from chairlift.chat_template import ChatTemplate
@@ -400,8 +400,8 @@ def test_anthropics_diagnostics(served):
 def test_anthropics_diagnostics_begin_a_stream(served):
     _, http, _ = served
     body = anthropic(conversation(), diagnostics={"previous_message_id": "msg_unknown"}, stream=True)
-    events = [json.loads(line[6:]) for line in http.post("/v1/messages", json=body).text.splitlines() if line.startswith("data: {")]
-    assert events[0]["message"]["diagnostics"] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    first = objects(http.post("/v1/messages", json=body).text)[0]
+    assert first["message"]["diagnostics"] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
 
 
 def test_openais_diagnostics(served):
@@ -428,8 +428,8 @@ def test_openais_diagnostics(served):
 def test_chat_streams_end_with_the_diagnostics(served):
     _, http, _ = served
     body = conversation() | {"stream": True, "prompt_cache_options": {"comparison_response_id": "chatcmpl-unknown"}}
-    lines = http.post("/v1/chat/completions", json=body).text.split("\n\n")
-    assert json.loads(lines[-3][6:])["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+    *_, last, _ = events(http.post("/v1/chat/completions", json=body))
+    assert last["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
 
 def test_misses_are_counted_by_reason(served, session):

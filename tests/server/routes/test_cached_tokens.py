@@ -1,9 +1,8 @@
 """The number of cached tokens in answers: a tenant is told only of those that its own requests used before."""
 
-import json
-
 import httpx
 import pytest
+from events import objects
 from scripted_engine import CACHED, ScriptedEngine
 from server_here import serving
 
@@ -57,8 +56,7 @@ def test_answers_tell_a_tenant_of_its_own(keyed, path, body, read):
 def test_streams_tell_a_tenant_of_its_own(keyed, path, body):
     told = []
     for answer in readers(keyed, path, body | {"stream": True, "stream_options": {"include_usage": True}}):
-        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-        told.append(openai_usage(chunks[-1]["usage"]))
+        told.append(openai_usage(objects(answer.text)[-1]["usage"]))
     assert told == [1, 1, 3, 1]
 
 

@@ -1,8 +1,7 @@
 """Every answer says whether it depends on what else the engine had to do, and in what format activations are multiplied."""
 
-import json
-
 import pytest
+from events import events, objects
 
 ASKED = {
     "/v1/completions": {"prompt": "a b", "max_tokens": 2},
@@ -29,8 +28,7 @@ def test_a_whole_answer_says_what_the_engine_does(http, said, route):
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_so_does_every_chunk_of_openai_s_streams(http, said, route):
-    lines = http.post(route, json={**ASKED[route], "stream": True}).text.split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    *chunks, _ = events(http.post(route, json={**ASKED[route], "stream": True}))
     assert len(chunks) >= 2
     assert set(map(computed, chunks)) == {said}
 
@@ -40,9 +38,8 @@ def test_so_does_every_chunk_of_openai_s_streams(http, said, route):
     [("/v1/responses", {"response.created", "response.incomplete"}, "response"), ("/v1/messages", {"message_start"}, "message")],
 )
 def test_so_do_the_events_that_carry_an_answer_s_head(http, said, route, types, inside):
-    lines = http.post(route, json={**ASKED[route], "stream": True}).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    heads = {event["type"]: event[inside] for event in events if event["type"] in types}
+    reported = objects(http.post(route, json={**ASKED[route], "stream": True}).text)
+    heads = {event["type"]: event[inside] for event in reported if event["type"] in types}
     assert heads.keys() == types
     assert set(map(computed, heads.values())) == {said}
 

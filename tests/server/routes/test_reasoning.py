@@ -1,9 +1,8 @@
 """Reasoning over HTTP: the fields, items and blocks of each API, and what a client sends back."""
 
-import json
-
 import anthropic
 import pytest
+from events import objects
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from server_here import MODEL
@@ -239,9 +238,7 @@ def test_responses_have_reasoning_items(client, http):
     assert [item.type for item in answer.output] == ["reasoning", "function_call"]
     assert answer.output[0].content[0].text == "I look."
     adapter = TypeAdapter(ResponseStreamEvent)
-    events = [
-        json.loads(line[6:]) for line in http.post("/v1/responses", json=fields | {"stream": True}).text.split("\n") if line[:6] == "data: "
-    ]
+    events = objects(http.post("/v1/responses", json=fields | {"stream": True}).text)
     for event in events:
         adapter.validate_python(event)
     kinds = [event["type"].removeprefix("response.") for event in events]

@@ -1,8 +1,7 @@
-import json
-
 import httpx
 import openai
 import pytest
+from events import events
 from scripted_engine import CACHED, ScriptedEngine, answer
 from server_here import MODEL, serving, wait_until
 
@@ -24,12 +23,6 @@ def request_body(path, prompt="a b c", **fields):
 def asked(**fields):
     """What the engine gets of a tenant without a key: it is of the group of all such tenants."""
     return Scheduling(cache_group="", limit_group="", **fields)
-
-
-def events(response):
-    """The data of a stream's events, decoded; None for [DONE]."""
-    data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    return [None if one == "[DONE]" else json.loads(one) for one in data]
 
 
 def text(choice):

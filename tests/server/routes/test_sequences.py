@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from events import events
 from scripted_engine import ScriptedEngine
 from server_here import MODEL, serving, wait_until
 
@@ -99,9 +100,8 @@ def test_a_stream_is_that_of_completions(alice):
     response = alice.post(
         f"{url}/generate", json={"max_tokens": 2, "stream": True, "logprobs": 0, "stream_options": {"include_usage": True}}
     )
-    *chunks, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    chunks = [json.loads(chunk) for chunk in chunks]
-    assert done == "[DONE]"
+    *chunks, done = events(response)
+    assert done is None
     assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["a ", "b "]
     assert chunks[0]["choices"][0]["logprobs"]["token_logprobs"] == [-0.75]
     assert chunks[-1]["usage"]["total_tokens"] == 5

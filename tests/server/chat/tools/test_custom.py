@@ -4,6 +4,7 @@ import json
 
 import anthropic
 import pytest
+from events import events, objects
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from server_here import MODEL
@@ -38,7 +39,7 @@ def test_a_custom_tool_is_called_with_text(client, engine):
 
 def test_a_stream_has_the_input_as_a_whole(http):
     response = http.post("/v1/chat/completions", json=body(f"{CALL}{OTHER}", stream=True))
-    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line and line != "data: [DONE]"]
+    *chunks, _ = events(response)
     calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert calls[0] == {"index": 0, "id": calls[0]["id"], "type": "custom", "custom": {"name": "patch", "input": ""}}
     assert calls[1] == {"index": 0, "custom": {"input": INPUT}}
@@ -97,11 +98,10 @@ def test_responses_have_items_of_custom_tools(client, http, engine):
     [item] = answer.output
     assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", INPUT)
     assert [tool.type for tool in answer.tools] == ["custom", "web_search"]
-    lines = http.post("/v1/responses", json=fields | {"stream": True}).text.split("\n")
-    events = [json.loads(line[6:]) for line in lines if line[:6] == "data: "]
-    for event in events:
+    reported = objects(http.post("/v1/responses", json=fields | {"stream": True}).text)
+    for event in reported:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
-    [done] = [event for event in events if event["type"] == "response.custom_tool_call_input.done"]
+    [done] = [event for event in reported if event["type"] == "response.custom_tool_call_input.done"]
     assert done["input"] == INPUT
     sent = [
         {"type": "custom_tool_call", "call_id": item.call_id, "name": "patch", "input": "abc"},

@@ -1,19 +1,12 @@
-import json
-
 import openai
 import pytest
+from events import events
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from scripted_engine import CACHED, answer
 from server_here import MODEL
 
 USER = [{"role": "user", "content": "one two three"}]
-
-
-def events(response):
-    """The data of a stream's events, decoded; None for [DONE]."""
-    data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    return [None if one == "[DONE]" else json.loads(one) for one in data]
 
 
 def test_a_whole_answer_has_openai_s_shape(http, engine):

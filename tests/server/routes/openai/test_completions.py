@@ -1,8 +1,8 @@
 import asyncio
-import json
 
 import openai
 import pytest
+from events import events
 from openai.types import Completion
 from pydantic import TypeAdapter
 from scripted_engine import answer, word_token
@@ -78,12 +78,6 @@ def test_streams_side_by_side_each_get_their_own_text(base):
             await asyncio.gather(*(one(client, i) for i in range(64)))
 
     asyncio.run(all_of_them())
-
-
-def events(response):
-    """The data of a stream's events, decoded; None for [DONE]."""
-    data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    return [None if one == "[DONE]" else json.loads(one) for one in data]
 
 
 def test_logprobs_are_four_columns(http):

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import openai
 import pytest
+from events import events
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from server_here import MODEL
@@ -156,7 +157,7 @@ def test_the_older_fields_for_functions(http):
     assert choice["message"]["function_call"] == {"name": "get_weather", "arguments": ZURICH}
     assert "tool_calls" not in choice["message"]
     response = http.post("/v1/chat/completions", json={**request, "stream": True})
-    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line and not line.endswith("[DONE]")]
+    *chunks, _ = events(response)
     pieces = [delta["function_call"] for chunk in chunks if "function_call" in (delta := chunk["choices"][0]["delta"])]
     assert [piece.get("name") for piece in pieces] == ["get_weather"] + [None] * (len(pieces) - 1)
     assert "".join(piece["arguments"] for piece in pieces) == ZURICH
@@ -284,7 +285,7 @@ def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(http, e
     rendered = engine.tokenizer.rendered[-1][1]["tools"][0]["function"]["parameters"]
     assert rendered == (parameters.get("parameters") or {"type": "object", "properties": {}})
     response = http.post("/v1/chat/completions", json={**request, "stream": True})
-    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line and not line.endswith("[DONE]")]
+    *chunks, _ = events(response)
     pieces = [piece["function"] for chunk in chunks for piece in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert "".join(piece.get("arguments", "") for piece in pieces) == "{}"
 
