@@ -7,7 +7,7 @@ import signal
 
 import httpx
 import pytest
-from gate_here import Server, gate_here
+from gate_here import Server, gate_here, until
 
 from chairlift.gate.whole_events import MAX_EVENT, WholeEvents
 
@@ -17,12 +17,6 @@ OK = b"HTTP/1.1 200 OK\r\n"
 BODY = b"content-length: 2\r\n\r\n{}"
 EVENT = b"data: {}\n\n"
 STREAM = OK + b"content-type: text/event-stream\r\nconnection: close\r\n\r\n"
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager

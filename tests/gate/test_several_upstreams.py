@@ -6,7 +6,7 @@ import json
 
 import httpx
 import pytest
-from gate_here import Server, gate_here
+from gate_here import Server, gate_here, until
 
 PATH = "/v1/chat/completions"
 
@@ -14,12 +14,6 @@ PATH = "/v1/chat/completions"
 @pytest.fixture(autouse=True)
 def probes(monkeypatch):
     monkeypatch.setattr("chairlift.gate.upstream.PROBE_SECONDS", 0.02)
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class Chats(Server):

@@ -144,3 +144,10 @@ async def _until_ready(port: int) -> None:
         if b" 200 " in answer[:16]:
             return
         await asyncio.sleep(0.001)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns as soon as `condition()` holds; the time is a guard, not a measurement."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
