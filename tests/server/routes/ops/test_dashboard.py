@@ -6,6 +6,7 @@ import io
 import re
 import struct
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -56,6 +57,11 @@ def busy() -> ScriptedEngine:
     engine.counters = {"running": 1, "slots": 4, "waiting": 1, "total_blocks": 8, "free_blocks": 5, "waiting_by_state": {"wait_blocks": 1}}
     engine.counters |= {"steps": 10, "generated_tokens": 40, "tenants": {"bob": {}}, "prefix_queries": 4, "prefix_hits": 1}
     return engine
+
+
+def seen_by(http, key):
+    """What the page shows to the owner of a key."""
+    return http.get("/dashboard/data", headers={"authorization": f"Bearer {key}"}).json()
 
 
 @pytest.fixture
@@ -181,8 +187,8 @@ def test_the_numbers_of_a_session_are_those_of_usage_explanations_and_metrics(qu
                 usages.append(made["usage"])
                 engine.timelines[made["id"]] = [timeline(tenant="alice")] * n
                 timelines.append(http.get(f"/v1/requests/{made['id']}/explain", headers=headers).json()["sequences"])
-        state = http.get("/dashboard/data", headers={"authorization": "Bearer sk-3"}).json()
-        own = http.get("/dashboard/data", headers={"authorization": "Bearer sk-1"}).json()
+        state = seen_by(http, "sk-3")
+        own = seen_by(http, "sk-1")
         metrics = http.get("/metrics", headers={"authorization": "Bearer sk-3"}).text
     bob, alice = state["sessions"]
     assert [(one["session"], one["tenant"], one["turns"]) for one in (alice, bob)] == [("a", "alice", 2), ("a", "bob", 1)]
@@ -204,10 +210,7 @@ def test_cache_misses_are_told_by_reason_and_by_session(quick):
     misses = [CacheMiss(MissReason.HISTORY, 200, 500), CacheMiss(MissReason.TOOLS, 300, 500), CacheMiss(MissReason.HISTORY, 250, 500)]
     with serving(ScriptedEngine(), "alice=sk-1,bob=sk-2", operator_key="sk-3") as (base, service), httpx.Client(base_url=base) as http:
         counts = service.default.metrics
-
-        def read(key):
-            return http.get("/dashboard/data", headers={"authorization": f"Bearer {key}"}).json()
-
+        read = partial(seen_by, http)
         assert read("sk-3")["cache_misses"] == []
         for miss in misses:
             counts.count_cache_miss(miss, "alice", "a")
@@ -320,10 +323,7 @@ def test_a_question_that_makes_no_sense(query):
 
 def test_a_tenant_sees_its_own_requests_and_no_trace_of_others(quick):
     with serving(busy(), "alice=sk-1,bob=sk-2,sk-3", operator_key="sk-4") as (base, _), httpx.Client(base_url=base) as http:
-
-        def read(key):
-            return http.get("/dashboard/data", headers={"authorization": f"Bearer {key}"}).json()
-
+        read = partial(seen_by, http)
         wait_until(lambda: read("sk-4")["samples"])
         operator, alice, bob, unnamed = map(read, ("sk-4", "sk-1", "sk-2", "sk-3"))
     assert (operator["running"][0]["request"], operator["waiting"][0]["request"]) == ("cmpl-abc", "cmpl-def")
