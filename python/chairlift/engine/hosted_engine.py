@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,6 @@ from chairlift.engine.frames import (
 from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
-    from chairlift.engine.adapters import PackedAdapter
     from chairlift.engine.engine import Engine
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
@@ -45,32 +44,17 @@ COOLING_SECONDS = 1.0
 """Interval at which they are sent by an idle engine until its saturation is 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request can go on with `go_on`."""
-
-    tag: int
-    go_on: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRead:
-    """An adapter was read, or cannot be."""
-
-    ask: int
-    name: str
-    adapter: PackedAdapter | Exception
+Task = Callable[[], None]
+"""What another thread leaves to be done between two steps."""
 
 
 class HostedEngine:
     """An engine, as its process runs it.
 
-    `send` sends a frame to the parent. `put` passes what another thread has done to `handle`.
+    `send` sends a frame to the parent. `put` passes a task of another thread to `handle`.
     """
 
-    def __init__(
-        self, engine: Engine, send: Callable[[Frame], None], put: Callable[[Prepared | AdapterRead], None], first_step: float = 0.0
-    ) -> None:
+    def __init__(self, engine: Engine, send: Callable[[Frame], None], put: Callable[[Task], None], first_step: float = 0.0) -> None:
         self.engine = engine
         self.first_step = first_step
         """The expected duration of the first step in seconds."""
@@ -100,25 +84,21 @@ class HostedEngine:
             wakes_in = COOLING_SECONDS if wakes_in is None else min(wakes_in, COOLING_SECONDS)
         self.wakes_at = None if wakes_in is None else time.monotonic() + wakes_in
 
-    def handle(self, frame: Frame | EngineRequest | Prepared | AdapterRead) -> None:
-        """Handles a frame between two steps. Waits until a request of this process is prepared. Raises BadFrame."""
+    def handle(self, frame: Frame | EngineRequest | Task) -> None:
+        """Handles a frame or a task between two steps. Waits until a request of this process is prepared. Raises BadFrame."""
         match frame:
             case Add(tag, packed):
                 on_prepared = partial(self._prepared, tag)
                 self._handle_errors(tag, lambda: self.engine.add(EngineRequest.unpack(packed), on_prepared))
             case EngineRequest(tag):
                 self._handle_errors(tag, partial(self.engine.add, frame))
-            case Prepared(tag, go_on):
-                self._handle_errors(tag, go_on)
             case Abort(tags, stopped):
                 for tag in tags:
                     self.engine.abort(tag, stopped=stopped)
             case LoadAdapter():
-                threading.Thread(target=_read_adapter, args=(self.engine, frame, self._put), name="adapter", daemon=True).start()
-            case AdapterRead(ask, name, adapter):
-                self._send(_adapter_changed(ask, partial(_load_adapter, self.engine, name, adapter)))
+                threading.Thread(target=self._read_adapter, args=(self.engine, frame), name="adapter", daemon=True).start()
             case UnloadAdapter(ask, name):
-                self._send(_adapter_changed(ask, partial(_unload_adapter, self.engine, name)))
+                self._change_adapter(ask, partial(self.engine.unload_adapter, name))
             case SetPriority(tag, priority):
                 self.engine.set_priority(tag, priority)
             case Estimate() | Answering() | ServerRestarted():
@@ -136,8 +116,10 @@ class HostedEngine:
                 self._send(Explained(ask, [timeline for tag in tags if (timeline := self.engine.explain(tag)) is not None]))
             case SnapshotRequest(ask):
                 self._send(Snapshot(ask, self.engine.snapshot()))
-            case _:
+            case Frame():
                 raise BadFrame(f"unexpected frame for an engine: {frame!r:.100}")
+            case task:
+                task()
 
     def save(self, seconds: float) -> None:
         """Writes the KV of prompt beginnings to disk, if there is a directory for it, for at most so long."""
@@ -151,7 +133,7 @@ class HostedEngine:
             del self.engine, self._counters
 
     def _prepared(self, tag: int, go_on: Callable[[], None]) -> None:
-        self._put(Prepared(tag, go_on))
+        self._put(partial(self._handle_errors, tag, go_on))
 
     def _handle_errors(self, tag: int, add: Callable[[], None]) -> None:
         """Adds the request `tag` or goes on with it, or rejects it. No error ends the engine."""
@@ -166,37 +148,31 @@ class HostedEngine:
             message = f"the engine could not take the request ({type(error).__name__}); the log has more"
             self._send(Rejected(tag, "RequestFailed", message))
 
+    def _read_adapter(self, engine: Engine, frame: LoadAdapter) -> None:
+        """Reads an adapter, on another thread, to be loaded between two steps."""
+        try:
+            adapter = engine.read_adapter(frame.path)
+        except Exception as error:
+            self._put(partial(self._send, _adapter_error(frame.ask, error)))
+        else:
+            self._put(partial(self._change_adapter, frame.ask, partial(engine.load_adapter, frame.name, adapter), adapter.digest))
 
-def _read_adapter(engine: Engine, frame: LoadAdapter, put: Callable[[AdapterRead], None]) -> None:
-    adapter: PackedAdapter | Exception
-    try:
-        adapter = engine.read_adapter(frame.path)
-    except Exception as error:
-        adapter = error
-    put(AdapterRead(frame.ask, frame.name, adapter))
-
-
-def _load_adapter(engine: Engine, name: str, adapter: PackedAdapter | Exception) -> bytes:
-    if isinstance(adapter, Exception):
-        raise adapter
-    engine.load_adapter(name, adapter)
-    return adapter.digest
-
-
-def _unload_adapter(engine: Engine, name: str) -> bytes:
-    engine.unload_adapter(name)
-    return b""
+    def _change_adapter(self, ask: int, change: Callable[[], None], digest: bytes = b"") -> None:
+        """Loads or unloads an adapter and replies, with the `digest` of its files. No error ends the engine."""
+        try:
+            change()
+        except Exception as error:
+            self._send(_adapter_error(ask, error))
+        else:
+            self._send(AdapterChanged(ask, digest=digest))
 
 
-def _adapter_changed(ask: int, change: Callable[[], bytes]) -> AdapterChanged:
-    """Loads or unloads an adapter and returns the reply, with the digest that `change` returns. No error ends the engine."""
-    try:
-        return AdapterChanged(ask, digest=change())
-    except ChairliftError as error:
+def _adapter_error(ask: int, error: Exception) -> AdapterChanged:
+    """The reply for an adapter that cannot be loaded or unloaded."""
+    if isinstance(error, ChairliftError):
         return AdapterChanged(ask, type(error).__name__, str(error), getattr(error, "code", None))
-    except Exception as error:
-        traceback.print_exc()
-        return AdapterChanged(ask, "RequestFailed", f"the adapter cannot be used ({type(error).__name__}); the log has more")
+    traceback.print_exception(error)
+    return AdapterChanged(ask, "RequestFailed", f"the adapter cannot be used ({type(error).__name__}); the log has more")
 
 
 class Counters:

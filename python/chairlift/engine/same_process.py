@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import Client, EngineProcess
 from chairlift.engine.frames import Frame, Load, Ready
-from chairlift.engine.hosted_engine import AdapterRead, HostedEngine, Prepared
+from chairlift.engine.hosted_engine import HostedEngine, Task
 from chairlift.engine.step_loop import EngineMaker, failed
 from chairlift.engine.tenant_service import TenantService
 from chairlift.errors import EngineClosed
@@ -27,7 +27,7 @@ class SameProcess(EngineProcess):
         super().__init__("none", exclusive=True)
         self._make = make
         self._hosted: HostedEngine | None = None
-        self._inbox: deque[Frame | Prepared | AdapterRead] = deque()
+        self._inbox: deque[Frame | Task] = deque()
         self._next: asyncio.Handle | None = None  # of `_work`
         self._next_is_due = False
         self._loading: asyncio.Task[None] | None = None
@@ -92,11 +92,11 @@ class SameProcess(EngineProcess):
         self._send(Ready(engine.info.pack()))
         self._wake()
 
-    def _put(self, done: Prepared | AdapterRead) -> None:
-        """Takes what another thread has done."""
-        self._loop.call_soon_threadsafe(self._receive, done)
+    def _put(self, task: Task) -> None:
+        """Takes a task of another thread."""
+        self._loop.call_soon_threadsafe(self._receive, task)
 
-    def _receive(self, frame: Frame | Prepared | AdapterRead) -> None:
+    def _receive(self, frame: Frame | Task) -> None:
         if self._hosted is not None:
             self._inbox.append(frame)
             self._wake()

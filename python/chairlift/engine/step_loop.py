@@ -17,7 +17,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine import clock
 from chairlift.engine.exit_watch import start_sentinels
 from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
-from chairlift.engine.hosted_engine import AdapterRead, HostedEngine, Prepared
+from chairlift.engine.hosted_engine import HostedEngine, Task
 from chairlift.engine.kv_sharing import KvSharing
 from chairlift.engine.stats import Stats
 from chairlift.engine.tenant_service import TenantService
@@ -50,7 +50,7 @@ class _NotLoaded:
     error: BaseException
 
 
-Received = tuple[int, Frame | Prepared | AdapterRead | _Loaded | _NotLoaded] | BadFrame
+Received = tuple[int, Frame | Task | _Loaded | _NotLoaded] | BadFrame
 """What the loop handles between two steps, with the number of its engine."""
 Inbox = SimpleQueue[Received]
 
@@ -246,7 +246,7 @@ class StepLoop:
     def _add(self, number: int, loaded: _Loaded) -> None:
         """Begins to run a loaded engine."""
         send = partial(self._send, engine=number)
-        hosted = HostedEngine(loaded.engine, send, lambda done: self._inbox.put((number, done)), loaded.first_step)
+        hosted = HostedEngine(loaded.engine, send, lambda task: self._inbox.put((number, task)), loaded.first_step)
         self._engines[number] = hosted
         load = self._loading.pop(number, None)
         if load is None:
