@@ -22,7 +22,7 @@ from chairlift.runner.long_texts import LongTexts
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import decide
-from chairlift.runner.weights import GGUFWeights, open_weights
+from chairlift.runner.weights import open_weights
 from chairlift.sampling import SamplingParams
 
 CHECKPOINT = "the checkpoint's configuration for sentence-transformers, or the usual value"
@@ -50,10 +50,9 @@ class EncoderRunner(Runner):
         self.longest = _longest(config, directory, model)
         threads = choose_threads(config.threads, 1)
         weights = open_weights(config, directory, norm=1.0 - model.layout.norm_offset)
-        sizes = weights.sizes() if isinstance(weights, GGUFWeights) else (0, 0)
         # The quality of activations of 16 bits was measured for decoders, so 'auto' does not choose them here.
         byte_products = config.cpu_math != "auto" and _core.byte_products(config.cpu_isa)
-        precision = decide(config, model, available_memory(), sizes, byte_products=byte_products)
+        precision = decide(config, model, available_memory(), weights.sizes(), byte_products=byte_products)
         device = "encoders are computed by the CPU kernels" if config.device == "auto" else asked("--device")
         self.decisions = (
             Decision("code", f"{model.architecture}, in Rust", "the CPU kernels support it"),

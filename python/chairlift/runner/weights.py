@@ -6,9 +6,10 @@ import itertools
 import logging
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,12 +56,14 @@ alternate, else 0.
 """
 
 
-class Weights(Protocol):
-    """The tensors of a checkpoint, by their Hugging Face names."""
+class Weights(ABC):
+    """The tensors of a checkpoint, by their Hugging Face names. The defaults are those of one without files of safetensors."""
 
+    @abstractmethod
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor. Raises UnsupportedModel if it is missing or has another shape."""
 
+    @abstractmethod
     def has(self, name: str, *shape: int) -> bool:
         """Whether there is a tensor of this name, and of this shape if one is given."""
 
@@ -69,39 +72,47 @@ class Weights(Protocol):
 
         Raises UnsupportedModel as `take` does.
         """
+        return None
 
     def is_quantised(self, layer: str) -> bool:
-        """Whether the weight of a linear layer is quantised."""
+        """Whether the weight of a linear layer is quantised, and not dequantised when it is taken."""
+        return False
 
     def matrix(self, layer: str, outs: int, ins: int) -> Array | QuantisedMatrix:
         """Returns the weight [outs, ins] of a linear layer, quantised as in the checkpoint. Raises UnsupportedModel as `take` does."""
+        return self.take(f"{layer}.weight", outs, ins)
 
     def scales(self, name: str, heads: int) -> Array | None:
         """Returns the scales of that name, fp32 [heads]; None if the checkpoint has none. A single scale applies to all heads.
 
         Raises UnsupportedModel if their number or a value is invalid.
         """
+        return None
 
+    @abstractmethod
     def part(self, name: str, *shape: int) -> Part:
         """Returns a tensor for the CPU kernels as a matrix, whose columns are the last dimension."""
 
     def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
         """Returns a tensor of bytes, or entry `index` of its first dimension alone. Raises UnsupportedModel as `take` does."""
+        raise UnsupportedModel(f"there is no tensor of bytes {name}")
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of a checkpoint whose blocks the CPU kernels use, and the fp32 bytes of its other tensors.
 
         Zeros if it has no blocks.
         """
+        return 0, 0
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 (without files there is nothing to do)
         """Says that all matrices that `part` returned have been packed."""
 
+    @abstractmethod
     def finish(self, model: ModelShape) -> None:
         """Raises UnsupportedModel if the checkpoint has a tensor that was not used and that the model may not ignore."""
 
 
-class SafetensorWeights:
+class SafetensorWeights(Weights):
     """The tensors of a directory's *.safetensors files. Tensors that are not used are not read."""
 
     def __init__(self, directory: Path, scheme: QuantizationScheme | None = None) -> None:
@@ -273,7 +284,7 @@ def slices(part: Part, rows: list[int], ins: int) -> list[Part]:
 
 def open_weights(
     config: EngineConfig, directory: Path, norm: float = 1.0, scheme: QuantizationScheme | None = None
-) -> SafetensorWeights | GGUFWeights | DummyWeights:
+) -> Weights:
     """Opens the weights that the settings select: the directory's, or random ones.
 
     `norm` is the value of a neutral norm weight in a checkpoint of this model, `scheme` that of its quantised layers.
@@ -285,8 +296,8 @@ def open_weights(
     return SafetensorWeights(directory, scheme)
 
 
-class GGUFWeights:
-    """The tensors of a GGUF file, read from the file when they are taken."""
+class GGUFWeights(Weights):
+    """The tensors of a GGUF file, read from the file and dequantised when they are taken."""
 
     FLOATS: ClassVar = {0: "float32", 1: "float16", 30: "bfloat16"}
     """ggml's numbers of the unquantised types."""
@@ -313,24 +324,6 @@ class GGUFWeights:
     def has(self, name: str, *shape: int) -> bool:
         """Whether the file has a tensor of this name, and of this shape if one is given."""
         return name in self.tensors.entries and (not shape or tuple(self.tensors.entries[name].shape) == shape)
-
-    def find(self, name: str, *shape: int) -> None:
-        """Returns None: GGUF files have most tensors in blocks."""
-
-    def is_quantised(self, layer: str) -> bool:
-        """Returns False: matrices are dequantised."""
-        return False
-
-    def matrix(self, layer: str, outs: int, ins: int) -> Array:
-        """Returns the weight of a linear layer, dequantised to fp32."""
-        return self.take(f"{layer}.weight", outs, ins)
-
-    def scales(self, name: str, heads: int) -> None:
-        """Returns None: GGUF files have no scales."""
-
-    def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
-        """Raises UnsupportedModel: GGUF files have blocks and their scales in one tensor."""
-        raise UnsupportedModel(f"{self.tensors.path} has no tensor of bytes {name}")
 
     def part(self, name: str, *shape: int) -> Part:
         """Returns a matrix in the file's type, or in fp32 if the kernels do not support that type."""
@@ -427,7 +420,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class DummyWeights:
+class DummyWeights(Weights):
     """Random tensors of any shape, equal for equal seeds, to benchmark a model without its weights.
 
     Matrices preserve the scale of their input, and embeddings are large enough that logits are not flat. All tensors are slices of one
@@ -461,34 +454,9 @@ class DummyWeights:
         """Whether there is a tensor of this name: random weights have all of any shape but blocks of MXFP4."""
         return not name.endswith(MXFP4_BLOCKS)
 
-    def find(self, name: str, *shape: int) -> None:
-        """Returns None: there are no files."""
-
-    def is_quantised(self, layer: str) -> bool:
-        """Returns False: random matrices are not quantised."""
-        return False
-
-    def matrix(self, layer: str, outs: int, ins: int) -> Array:
-        """Returns the random weight of a linear layer."""
-        return self.take(f"{layer}.weight", outs, ins)
-
-    def scales(self, name: str, heads: int) -> None:
-        """Returns None: random weights have no scales."""
-
-    def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
-        """Returns zeros. No code asks for them, because `has` is False."""
-        return np.zeros(shape, np.uint8)
-
-    def sizes(self) -> tuple[int, int]:
-        """Returns zeros: random weights are not in blocks."""
-        return 0, 0
-
     def part(self, name: str, *shape: int) -> Part:
         """Returns a random matrix for the CPU kernels."""
         return in_memory(self.take(name, *shape))
-
-    def release(self) -> None:
-        """Does nothing: there are no files."""
 
     def finish(self, model: ModelShape) -> None:
         """Does nothing: no tensor can be left over."""
