@@ -17,7 +17,6 @@ import numpy as np
 
 from chairlift import _core
 from chairlift.engine.prefix_store import PrefixStore
-from chairlift.runner.interface import BlockStorage, StateStorage
 
 log = logging.getLogger("chairlift")
 
@@ -57,8 +56,8 @@ class DiskCache:
     def __init__(
         self,
         scheduler: _core.Scheduler,
-        blocks: BlockStorage,
-        states: StateStorage | None,
+        blocks: _core.KvCache,
+        states: _core.StateCache | None,
         num_blocks: int,
         block_size: int,
         store: PrefixStore,

@@ -1,4 +1,4 @@
-"""What the stores of LoRA adapters have in common: the check against the model, and the adapter of each batch slot."""
+"""Checks LoRA adapters against the model that they are loaded for."""
 
 from __future__ import annotations
 
@@ -10,20 +10,6 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 WHOLE = ("o_proj", "down_proj")
 """Modules that are never fused with others."""
-
-
-class SlotAdapters:
-    """The number of each batch slot's adapter."""
-
-    def __init__(self) -> None:
-        self.slots: dict[int, int] = {}
-        """The adapters' numbers, of the slots that have one."""
-
-    def assign(self, slot: int, number: int) -> None:
-        """Sets the adapter of a batch slot; 0 for none."""
-        self.slots.pop(slot, None)
-        if number:
-            self.slots[slot] = number
 
 
 def updates_for(files: AdapterFiles, model: ModelConfig) -> dict[tuple[int, str], LowRank]:

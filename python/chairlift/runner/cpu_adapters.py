@@ -10,7 +10,8 @@ import numpy as np
 from chairlift import _core
 from chairlift.checkpoint.adapter import AdapterFiles, LowRank
 from chairlift.models.config import ModelConfig
-from chairlift.runner.adapters import SlotAdapters, updates_for
+from chairlift.runner.adapters import updates_for
+from chairlift.runner.interface import AdapterStore
 from chairlift.runner.weights import Part
 
 Update = tuple[Part, Part, int, float]
@@ -19,8 +20,8 @@ BlockUpdates = tuple[list[Update | None], list[Update | None]]
 """The updates of the tensors of a block's first and second linear layer."""
 
 
-class CpuAdapters(SlotAdapters):
-    """Packs and loads adapters, and knows which one each batch slot has (see `AdapterStore`)."""
+class CpuAdapters(AdapterStore):
+    """The adapters of a model in Rust."""
 
     def __init__(self, decoder: _core.Decoder, model: ModelConfig, isa: str) -> None:
         super().__init__()

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
-from chairlift.runner.interface import AdapterStore, BlockStorage, StateStorage
+from chairlift.runner.interface import AdapterStore
 from chairlift.runner.memory.precision import Precision
 
 Logits = Any
@@ -91,12 +92,12 @@ class ModelExecutor(ABC):
         raise NotImplementedError
 
     @property
-    def kv_blocks(self) -> BlockStorage | None:
+    def kv_blocks(self) -> _core.KvCache | None:
         """The KV cache, if its blocks can be read and written: that of models in Rust. For after `allocate`."""
         return None
 
     @property
-    def state_storage(self) -> StateStorage | None:
+    def state_storage(self) -> _core.StateCache | None:
         """The recurrent states, if they can be read and written: those of models in Rust. For after `allocate_states`."""
         return None
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from chairlift import _core
     from chairlift.checkpoint.adapter import AdapterFiles
     from chairlift.models.shape import ModelShape
     from chairlift.runner.buffers import Pairs, Sampled, StepBuffers, StepSizes
@@ -20,43 +21,30 @@ if TYPE_CHECKING:
     from chairlift.sampling import SamplingParams
 
 
-class AdapterStore(Protocol):
-    """The LoRA adapters of a loaded model."""
+class AdapterStore(ABC):
+    """The LoRA adapters of a loaded model, and which of them each batch slot has."""
 
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        """The adapters' numbers, of the slots that have one."""
+
+    @abstractmethod
     def pack(self, files: AdapterFiles) -> Any:
         """Packs an adapter for `add`. Any thread may call it. Raises UnsupportedModel if it was made for another base."""
 
+    @abstractmethod
     def add(self, packed: Any) -> int:
         """Loads a packed adapter and returns its number, from 1 on."""
 
+    @abstractmethod
     def remove(self, number: int) -> None:
         """Frees the memory of an adapter that no sequence uses."""
 
     def assign(self, slot: int, number: int) -> None:
         """Sets the adapter of the sequence in a batch slot; 0 for none."""
-
-
-class BlockStorage(Protocol):
-    """A KV cache whose blocks can be read and written, between steps."""
-
-    def read(self, block: int, /) -> bytes:
-        """The KV of a block in all layers."""
-
-    def discard(self, blocks: Sequence[int], /) -> None:
-        """Returns the memory of blocks to the system, where it can. Their content is lost."""
-
-    def write(self, block: int, kv: bytes | memoryview, /) -> None:
-        """Overwrites a block with KV that `read` gave."""
-
-
-class StateStorage(Protocol):
-    """Slots of recurrent states that can be read and written, between steps."""
-
-    def read(self, slot: int, /) -> bytes:
-        """The state in a slot."""
-
-    def write(self, slot: int, position: int, state: bytes | memoryview, /) -> None:
-        """Overwrites a slot with a state that `read` gave, that after `position` tokens."""
+        self.slots.pop(slot, None)
+        if number:
+            self.slots[slot] = number
 
 
 class Runner(ABC):
@@ -98,7 +86,7 @@ class Runner(ABC):
     """One per step that may be in flight; the scheduler fills them in turn."""
 
     @property
-    def kv_blocks(self) -> BlockStorage | None:
+    def kv_blocks(self) -> _core.KvCache | None:
         """The KV cache; None if its blocks cannot be read."""
         return None
 
@@ -113,7 +101,7 @@ class Runner(ABC):
         return self.state_slots * self.model_config.state_bytes
 
     @property
-    def state_storage(self) -> StateStorage | None:
+    def state_storage(self) -> _core.StateCache | None:
         """The recurrent states of a model that has them; None if they cannot be read."""
         return None
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chairlift._core import NO_TOKEN
+from chairlift import _core
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, PendingResult, Sampled, StepBuffers, StepSizes
 from chairlift.runner.executor import Logits, ModelExecutor
-from chairlift.runner.interface import BlockStorage, Runner, StateStorage
+from chairlift.runner.interface import Runner
 from chairlift.runner.memory.sizing import Size
 from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, PromptLogprobs, packed
 from chairlift.runner.sampling.matcher import Masks, Matcher
@@ -78,12 +78,12 @@ class ModelRunner(Runner):
         return self.model.progress
 
     @property
-    def kv_blocks(self) -> BlockStorage | None:
+    def kv_blocks(self) -> _core.KvCache | None:
         """The KV cache, if its blocks can be read and written."""
         return self.model.kv_blocks
 
     @property
-    def state_storage(self) -> StateStorage | None:
+    def state_storage(self) -> _core.StateCache | None:
         """The recurrent states, if they can be read and written."""
         return self.model.state_storage
 
@@ -153,7 +153,7 @@ class ModelRunner(Runner):
         tokens, logprobs, details, refusals = self.sampler.take(step.sample)
         if step.embeddings is not None:
             for at, embedding in zip(step.embedded, step.embeddings, strict=True):
-                tokens[at] = NO_TOKEN if np.isfinite(embedding).all() else -1
+                tokens[at] = _core.NO_TOKEN if np.isfinite(embedding).all() else -1
                 details[at] = embedding.tobytes()
         return Sampled(tokens, logprobs, details, _prompt_lines(step) if step.scored_prompts else [], refusals)
 

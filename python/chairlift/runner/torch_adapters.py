@@ -14,13 +14,14 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.lora import Adapter, AdapterRows, LowRankUpdate
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import Llama
-from chairlift.runner.adapters import SlotAdapters, updates_for
+from chairlift.runner.adapters import updates_for
 from chairlift.runner.buffers import StepBuffers
+from chairlift.runner.interface import AdapterStore
 from chairlift.runner.memory.device_memory import raise_out_of_memory
 
 
-class TorchAdapters(SlotAdapters):
-    """Loads adapters to the model's device, in fp32, and knows which one each batch slot has (see `AdapterStore`)."""
+class TorchAdapters(AdapterStore):
+    """The adapters of a model in torch, on its device in fp32."""
 
     def __init__(self, network: Llama, model: ModelConfig, device: torch.device) -> None:
         super().__init__()
