@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from chairlift.engine.background import cancel, in_background
 from chairlift.errors import ChairliftError
 
+if TYPE_CHECKING:
+    from chairlift.engine.engine_process import EngineProcess
+
 INTERVAL = 0.25
 """Seconds between two exchanges with a process."""
-
-
-class _Process(Protocol):
-    """The part of an engine process that is needed here."""
-
-    async def share_service(self, external: Mapping[str, int]) -> dict[str, int]:
-        """See `EngineProcess.share_service`."""
 
 
 class ServiceExchange:
@@ -29,10 +25,10 @@ class ServiceExchange:
     """
 
     def __init__(self) -> None:
-        self._external: dict[_Process, Counter[str]] = {}
-        self._asking: dict[_Process, asyncio.Task[None]] = {}
+        self._external: dict[EngineProcess, Counter[str]] = {}
+        self._asking: dict[EngineProcess, asyncio.Task[None]] = {}
 
-    def use(self, processes: Iterable[_Process]) -> None:
+    def use(self, processes: Iterable[EngineProcess]) -> None:
         """Exchanges service between these from now on, and forgets all others."""
         self._external = {process: self._external.get(process, Counter()) for process in processes}
 
@@ -47,7 +43,7 @@ class ServiceExchange:
         """Asks no more."""
         await cancel(self._asking.values())
 
-    async def ask(self, process: _Process) -> None:
+    async def ask(self, process: EngineProcess) -> None:
         """Tells a process the service in the others since the last call, and notes its own for them."""
         charged, self._external[process] = self._external[process], Counter()
         try:
@@ -60,7 +56,7 @@ class ServiceExchange:
 
 
 @asynccontextmanager
-async def exchanging(processes: Callable[[], Iterable[_Process]]) -> AsyncIterator[None]:
+async def exchanging(processes: Callable[[], Iterable[EngineProcess]]) -> AsyncIterator[None]:
     """Exchanges tenants' service between the present processes for the duration of the block. With one process there is nothing to do."""
     exchange = ServiceExchange()
 

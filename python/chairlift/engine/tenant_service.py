@@ -7,20 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
 
 SHARE_US = 100_000
 """Interval in microseconds at which engines learn of the service at the others."""
-
-
-class _Engine(Protocol):
-    """The part of an engine that is needed here."""
-
-    def take_service(self) -> dict[str, int]:
-        """The service of each tenant since the last call, in microseconds of engine time divided by the tenant's weight."""
-
-    def charge_external(self, service: Mapping[str, int]) -> None:
-        """Charges tenants for their service at other engines."""
 
 
 class TenantService:
@@ -30,13 +23,13 @@ class TenantService:
         self._due = 0
         self._for_parent: Counter[str] | None = None  # since the parent's last question; None before the first
 
-    def share(self, engines: Iterable[_Engine], now: int) -> None:
+    def share(self, engines: Iterable[Engine], now: int) -> None:
         """Tells each engine what tenants had at the others since the last time, if it is time. `now` is in microseconds."""
         if now >= self._due:
             self._due = now + SHARE_US
             self._share(list(engines))
 
-    def exchange(self, engines: Iterable[_Engine], external: Mapping[str, int]) -> dict[str, int]:
+    def exchange(self, engines: Iterable[Engine], external: Mapping[str, int]) -> dict[str, int]:
         """Charges the engines for service in other processes. Returns the service here since the last call; nothing at the first."""
         engines = list(engines)
         self._share(engines)
@@ -45,7 +38,7 @@ class TenantService:
         told, self._for_parent = self._for_parent, Counter()
         return dict(told or {})
 
-    def _share(self, engines: list[_Engine]) -> None:
+    def _share(self, engines: list[Engine]) -> None:
         taken = [engine.take_service() for engine in engines]
         for at, engine in enumerate(engines):
             external: Counter[str] = Counter()

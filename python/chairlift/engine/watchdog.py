@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from chairlift.engine.frames import Alive
 
 if TYPE_CHECKING:
-    from chairlift.engine.stats import Stats
+    from chairlift.engine.step_loop import StepLoop
 
 CHECK_SECONDS = 1.0
 """Seconds between two checks."""
@@ -21,25 +21,6 @@ STUCK_SECONDS, STUCK_STEPS = 10.0, 20
 """An engine is stuck after this many seconds in one stage without progress, but not before this many times its predicted step."""
 IDLE = "idle"
 """The stage of an engine without work, which may last forever."""
-
-
-class Watched(Protocol):
-    """The part of a step loop that the watchdog uses."""
-
-    @property
-    def stage(self) -> tuple[str, float]:
-        """The current stage and its start, on any clock."""
-
-    @property
-    def progress(self) -> int:
-        """A number that changes while a stage computes."""
-
-    @property
-    def first_step(self) -> float:
-        """The expected duration of the first step in seconds, before the engine can predict."""
-
-    def stats(self) -> Stats:
-        """The newest counters."""
 
 
 class StallDetector:
@@ -62,14 +43,14 @@ class StallDetector:
 
 
 class Watchdog(threading.Thread):
-    """Checks `engine` until `send` raises OSError because the parent has exited.
+    """Checks a step loop until `send` raises OSError because the parent has exited.
 
     If a stage lasts too long without progress, the scheduler's state and all threads' stacks are printed to stderr, once.
     """
 
-    def __init__(self, engine: Watched, send: Callable[[Alive], None]) -> None:
+    def __init__(self, loop: StepLoop, send: Callable[[Alive], None]) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self._engine = engine
+        self._loop = loop
         self._send = send
         self._stall = StallDetector()
         self._dumped = False
@@ -85,8 +66,8 @@ class Watchdog(threading.Thread):
 
     def check(self) -> Alive:
         """Checks the engine once and returns the heartbeat."""
-        stage = self._engine.stage
-        seconds = self._stall.check((stage, self._engine.progress))
+        stage = self._loop.stage
+        seconds = self._stall.check((stage, self._loop.progress))
         if stage[0] == IDLE or seconds < self._limit(seconds):
             self._dumped = False
             return Alive()
@@ -99,9 +80,9 @@ class Watchdog(threading.Thread):
         # Counters need the core's lock, so they are only read when the minimum has passed.
         if seconds < STUCK_SECONDS:
             return STUCK_SECONDS
-        return max(STUCK_SECONDS, STUCK_STEPS * (self._engine.stats().predicted_step_us / 1e6 or self._engine.first_step))
+        return max(STUCK_SECONDS, STUCK_STEPS * (self._loop.stats().predicted_step_us / 1e6 or self._loop.first_step))
 
     def _dump(self, stage: str, seconds: float) -> None:
-        state = json.dumps(self._engine.stats().pack(), default=str)
+        state = json.dumps(self._loop.stats().pack(), default=str)
         print(f"the engine is stuck: {seconds:.0f} s in '{stage}'; its scheduler: {state}; its threads:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -152,25 +151,18 @@ CapturedGraph = Callable[[], None]
 """Replays captured work on the current stream."""
 
 
-class GraphCapture(Protocol):
-    """Captures graphs. They share one memory pool, so no two may run at once."""
-
-    def warm(self, work: Callable[[], object]) -> None:
-        """Runs `work` eagerly, for its one-time initialisation. Raises RuntimeError if it waits for the device."""
-
-    def record(self, work: Callable[[], object]) -> CapturedGraph:
-        """Captures what `work` launches, without running it. Its inputs must keep their addresses."""
-
-
-class CudaGraphCapture:
-    """The `GraphCapture` of a CUDA device, with a stream and a memory pool of its own."""
+class GraphCapture:
+    """Captures graphs, with a stream of its own. They share one memory pool, so no two may run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, work: Callable[[], object]) -> None:
-        """Runs `work` twice on the capture stream, so that the stream's workspaces are allocated outside a graph's pool."""
+        """Runs `work` eagerly, for its one-time initialisation. Raises RuntimeError if it waits for the device.
+
+        It runs twice on the capture stream, so that the stream's workspaces are allocated outside a graph's pool.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
@@ -180,7 +172,10 @@ class CudaGraphCapture:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, work: Callable[[], object]) -> CapturedGraph:
-        """Captures what `work` launches. Other threads may use the device meanwhile."""
+        """Captures what `work` launches, without running it. Its inputs must keep their addresses.
+
+        Other threads may use the device meanwhile.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
@@ -190,7 +185,7 @@ class CudaGraphCapture:
 
 def graph_capture(device: torch.device) -> GraphCapture | None:
     """The graph capture of a device; None if it has no graphs."""
-    return CudaGraphCapture(device) if device.type == "cuda" else None
+    return GraphCapture(device) if device.type == "cuda" else None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -14,13 +14,6 @@ PIECE, BUFFERS, READERS = 8 << 20, 8, 6
 
 Read = Callable[[memoryview, int], None]
 """Fills the view with bytes from a position on."""
-
-
-class Event(Protocol):
-    """The end of a copy, as `torch.cuda.Event`."""
-
-    def synchronize(self) -> None:
-        """Waits for it."""
 
 
 class _Piece(NamedTuple):
@@ -37,11 +30,11 @@ class Uploads:
     The copies are work of the current stream. Nothing here waits for them, except that a buffer is not filled before its last copy is done.
     """
 
-    def __init__(self, device: torch.device, start_copy: Callable[[torch.Tensor, torch.Tensor], Event] | None = None) -> None:
+    def __init__(self, device: torch.device, start_copy: Callable[[torch.Tensor, torch.Tensor], torch.cuda.Event] | None = None) -> None:
         """`start_copy` copies to its first argument from its second and returns the end of the copy; tests have their own."""
         self._device, self._start_copy = device, start_copy or _start_copy
         self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(BUFFERS)]
-        self._copied: list[Event | None] = [None] * BUFFERS
+        self._copied: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._next = 0
         self._readers = ThreadPoolExecutor(READERS, "chairlift-weights")
 
@@ -73,8 +66,8 @@ class Uploads:
         self._copied[piece.buffer] = self._start_copy(piece.target, self._buffers[piece.buffer][: len(piece.target)])
 
 
-def _start_copy(target: torch.Tensor, source: torch.Tensor) -> Event:
+def _start_copy(target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
     target.copy_(source, non_blocking=True)
-    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()  # type: ignore[attr-defined]
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
     return event
