@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from typing import TYPE_CHECKING
 
 from chairlift.engine.async_live_sequence import AsyncSequences
-from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.frames import Abort, Rejected, StepOutputs
 from chairlift.engine.model_client import ModelClient
 from chairlift.engine.questions import Remembered, RememberedRequest
@@ -29,17 +28,11 @@ class EngineClient(ModelClient):
 
     def __init__(self, config: EngineConfig, tags: Iterator[int], held: type[HeldSequences] = AsyncSequences) -> None:
         super().__init__(config, tags, held)
-        self._info = EngineInfo()
         self._tokenizer: Tokenizer | None = None
         self._streams: dict[int, Stream] = {}  # by tag, those that have not ended
         self._remembered: Remembered[RememberedRequest] = Remembered()
         self.prompt_tokens = 0
         """Tokens of the prompts that the engine is expected to compute, of requests without a first token."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """The model and the limits of the engine. It has the defaults until the first start is complete."""
-        return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.arguments import Prompt, sampling, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
+from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.held_sequences import COMPUTE, LEASE
 from chairlift.engine.request import add_part, joined
 from chairlift.engine.stream import Stream
@@ -24,7 +25,6 @@ from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
-    from chairlift.engine.engine_info import EngineInfo
     from chairlift.engine.frames import Frame
     from chairlift.engine.held_sequences import HeldSequence, HeldSequences
     from chairlift.tokenizer import Tokenizer
@@ -36,13 +36,14 @@ class ModelClient(ABC):
     def __init__(self, config: EngineConfig, tags: Iterator[int], held: type[HeldSequences] = AsyncSequences) -> None:
         """`tags` yields the first tag of each request, at intervals of MAX_SEQUENCES. `held` counts the live sequences."""
         self.config = config
+        self._info = EngineInfo()
         self._tags, self._seeds = tags, itertools.count(1, MAX_SEQUENCES)
         self._sequences = held(lambda: self.info, self.tell)
 
     @property
-    @abstractmethod
     def info(self) -> EngineInfo:
-        """The model and the limits of its engines. It has the defaults until the first start is complete."""
+        """The model and the limits of the engine. It has the defaults until the first start is complete."""
+        return self._info
 
     @property
     @abstractmethod

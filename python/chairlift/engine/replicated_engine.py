@@ -60,7 +60,6 @@ class ReplicatedEngine(ModelClient):
         self._weight, self._equal_numerics = weight, equal_numerics
         self._replicas: list[Replica] = []
         self._router = None if routing is None else ReplicaRouter(routing)
-        self._info = EngineInfo()
         self._homes: dict[int, Replica] = {}  # of live sequences, by handle
         self._ran_in: Remembered[Replica] = Remembered()
         for process in processes:
@@ -110,11 +109,6 @@ class ReplicatedEngine(ModelClient):
         """The stage in which an engine is stuck and the seconds since, if all that are ready are stuck; else None."""
         stages = [replica.engine.stuck for replica in self._replicas if replica.engine.ready]
         return stages[0] if stages and all(stages) else None
-
-    @property
-    def info(self) -> EngineInfo:
-        """The limits of the engines and the model. It has the defaults until the first start is complete."""
-        return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
