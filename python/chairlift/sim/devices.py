@@ -169,8 +169,10 @@ DEVICES = {
 """The well-known devices, by lower-case name."""
 
 
-def device(name: str) -> Device | Profile:
-    """A well-known device, or a profile from a file. Raises InvalidSetting with the known names."""
+def device(name: str | Device | Profile) -> Device | Profile:
+    """A well-known device, a profile from a file, or what is one already. Raises InvalidSetting with the known names."""
+    if not isinstance(name, str):
+        return name
     known = DEVICES.get(name.lower().replace(" ", "").replace("-", ""))
     if known is not None:
         return known

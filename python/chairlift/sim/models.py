@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from chairlift import _core
-from chairlift.bench.traces import TraceRequest
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, InvalidTrace, did_you_mean
 from chairlift.sim.devices import BYTES, Device, Profile, kv_bytes
 from chairlift.sim.devices import device as known_device
-from chairlift.sim.policy import report_failure
+from chairlift.sim.groups import percentiles
 from chairlift.sim.result import Result
-from chairlift.sim.run import data_types, longest_request, machine, ready, requests_of
+from chairlift.sim.run import Trace, data_types, longest_request, machine, ready, requests_of, simulating
 from chairlift.sim.shapes import shape
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
@@ -63,8 +62,7 @@ class ModelsResult:
             name: {
                 "requests": len(result.requests) + len(result.refused),
                 "finished": len(result.finished),
-                "ttft_p50_s": _percentile(result, 50),
-                "ttft_p95_s": _percentile(result, 95),
+                **percentiles("ttft", result.ttft(), 50, 95),
                 "itl_p95_s": result.itl(95),
                 "tokens_per_s": None if span is None else result.stats["generated_tokens"] / span,
                 "time_share": None if span is None else result.busy / span,
@@ -79,7 +77,7 @@ class ModelsResult:
 
 
 def simulate_models(
-    trace: str | Path | Workload | Sequence[TraceRequest],
+    trace: Trace,
     models: Sequence[SharedModel],
     *,
     device: Machine = "cpu",
@@ -122,13 +120,9 @@ class SharedMachine:
         """Simulates a workload whose column `model` has indices into the models. Raises InvalidSetting if settings are impossible."""
         shared = [(settings, steps.numbers, weight, itl) for _, settings, steps, weight, itl in self.models]
         start = time.perf_counter()
-        try:
+        with simulating(*(settings.get("scheduling_policy") for _, settings, *_ in self.models)):
             reports = _core.simulate_models(workload.requests, workload.names, workload.name_block, list(workload.tenants), shared)
-        except (ValueError, OverflowError) as error:
-            raise InvalidSetting(f"this cannot be simulated: {error}") from None
         wall = time.perf_counter() - start
-        for policy in {settings.get("scheduling_policy") for _, settings, *_ in self.models}:
-            report_failure(policy)
         pairs, weights = zip(self.models, reports, strict=True), dict(workload.tenants)
         return ModelsResult({name: Result([report], settings, wall, weights=weights) for (name, settings, *_), report in pairs}, wall)
 
@@ -157,7 +151,7 @@ def loaded(device: Machine) -> Device | Profile | dict[str, Profile]:
     """The device of a name, or the profiles of files. Raises InvalidSetting."""
     if isinstance(device, Mapping):
         return {name: Profile.load(one) if isinstance(one, str) else one for name, one in device.items()}
-    return known_device(device) if isinstance(device, str) else device
+    return known_device(device)
 
 
 def numbered(workload: Workload, models: Sequence[SharedModel]) -> Workload:
@@ -214,8 +208,3 @@ def _shared_memory(models: Sequence[SharedModel], on: Device) -> list[EngineConf
 def _itl(config: EngineConfig) -> int | None:
     """Microseconds that should pass between two steps at most, as in the server."""
     return None if config.target_itl_ms is None else round(config.target_itl_ms * 1000)
-
-
-def _percentile(result: Result, percent: float) -> float | None:
-    times = result.ttft()
-    return float(np.percentile(times, percent, method="inverted_cdf")) if len(times) else None

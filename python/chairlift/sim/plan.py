@@ -164,7 +164,7 @@ def plan(
     enough (`step_error`), or whatever `simulate` raises.
     """
     targets, config = targets or Targets(), config or EngineConfig()
-    on = known(device) if isinstance(device, str) else device
+    on = known(device)
     usual, _ = machine(model, on, config)
     fits = spec.fitting(longest_request(usual))
     seconds = targets.workload_seconds(fits.mean_output)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -136,7 +137,7 @@ def run(
     start = time.perf_counter()
     steps = step_time.numbers
     columns, names, tenants = workload.requests, workload.names, list(workload.tenants)
-    try:
+    with simulating(settings.get("scheduling_policy")):
         reports = _core.simulate(
             columns,
             names,
@@ -149,10 +150,18 @@ def run(
             replicas=replicas,
             routing=routing,
         )
+    return Result(reports, settings, time.perf_counter() - start, weights=dict(tenants))
+
+
+@contextmanager
+def simulating(*policies: str | None) -> Iterator[None]:
+    """Raises InvalidSetting if what the block simulates is impossible. Logs what these policies raised in it."""
+    try:
+        yield
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
-    report_failure(settings.get("scheduling_policy"))
-    return Result(reports, settings, time.perf_counter() - start, weights=dict(tenants))
+    for policy in policies:
+        report_failure(policy)
 
 
 def longest_request(settings: Mapping[str, Any]) -> int:
@@ -164,7 +173,7 @@ def machine(
     model: str | None, on: str | Device | Profile, config: EngineConfig, step_time: StepTime | None = None
 ) -> tuple[dict[str, Any], StepTime]:
     """The scheduler's settings and the step times of a model on a device. Raises InvalidSetting if the model does not fit."""
-    known = device(on) if isinstance(on, str) else on
+    known = device(on)
     if isinstance(known, Profile):
         _check_measured(known, model, config)
         sizes = known.sizes
@@ -223,7 +232,7 @@ def data_types(model: ModelShape, on: Device, config: EngineConfig) -> tuple[str
 
 def block_bytes(model: str | None, on: str | Device | Profile, config: EngineConfig) -> float:
     """The bytes of a KV block of a model on a device. Raises InvalidSetting for a measured machine."""
-    known = device(on) if isinstance(on, str) else on
+    known = device(on)
     if isinstance(known, Profile):
         raise InvalidSetting("--disk: the block size of a measured machine is unknown; use a known --modelled-device")
     found = shape(model or config.model)

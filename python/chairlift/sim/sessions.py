@@ -17,9 +17,8 @@ from chairlift.errors import InvalidSetting, InvalidTrace
 from chairlift.scheduling import TIER_WEIGHTS, TIERS
 from chairlift.sim import groups
 from chairlift.sim.devices import Device, Profile
-from chairlift.sim.policy import report_failure
 from chairlift.sim.result import Result
-from chairlift.sim.run import Trace, block_bytes, configured, longest_request, machine, requests_of
+from chairlift.sim.run import Trace, block_bytes, configured, longest_request, machine, requests_of, simulating
 from chairlift.sim.steps import StepTime
 from chairlift.sim.workload import Workload
 
@@ -204,7 +203,7 @@ def run_sessions(
     of_tiers = {**TIER_WEIGHTS, **(tier_weights or {})}
     tenants = sorted({session.tenant for session in sessions}.union(weights if beside else ()))
     start = time.perf_counter()
-    try:
+    with simulating(numbers.get("scheduling_policy")):
         report = _core.simulate_sessions(
             *_arrays(sessions, tenants, weights, of_tiers),
             sessions[0].block,
@@ -217,9 +216,6 @@ def run_sessions(
             read_ns_per_block=read_ns_per_block,
             beside=None if beside is None else _beside(beside, tenants),
         )
-    except (ValueError, OverflowError) as error:
-        raise InvalidSetting(f"this cannot be simulated: {error}") from None
-    report_failure(numbers.get("scheduling_policy"))
     return SessionsResult(report, sessions, numbers, users, duration, time.perf_counter() - start, weights)
 
 
