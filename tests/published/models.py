@@ -240,14 +240,14 @@ def check(name: str, folder: Path) -> bool:
             print(f"{name:20} gguf       not converted: {reason:.200}", flush=True)
     for kind, path in sources.items():
         try:
-            report = verify(EngineConfig(model=str(path), cache_dir=str(folder)))
+            findings = verify(EngineConfig(model=str(path), cache_dir=str(folder)))
         except ChairliftError as error:
             print(f"{name:20} {kind:10} not compared: {error!s:.200}", flush=True)
             continue
-        differences = report.findings.differences
+        differences = findings.differences
         if name in COARSE and kind == "gguf":  # the tokens, which must be equal, are compared too
             differences = [difference for difference in differences if not _is_coarse(difference, COARSE[name])]
-        facts = dict(report.findings.facts)
+        facts = dict(findings.facts)
         result = facts.get("answers", facts.get("embeddings", ""))
         print(f"{name:20} {kind:10} {'DIFFERENT' if differences else 'equal'}: {facts['reference'].split('(')[0]}; {result}", flush=True)
         for difference in differences:

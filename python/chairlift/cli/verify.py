@@ -43,11 +43,11 @@ def run(args: argparse.Namespace) -> int:
     # So that the reference's process and its files do not outlive this one.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        report = verify(args.engine, python=args.python, llama_cpp=args.llama_cpp)
+        findings = verify(args.engine, python=args.python, llama_cpp=args.llama_cpp)
     except (ChairliftError, OSError, MemoryError) as error:
         print(f"cannot compare: {error}")
         return 2
     finally:
         signal.signal(signal.SIGTERM, previous)
-    print(report.text())
-    return 1 if report.findings.differences else 0
+    print(findings.text())
+    return 1 if findings.differences else 0

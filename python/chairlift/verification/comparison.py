@@ -61,6 +61,12 @@ class Findings:
         """Adds a fact."""
         self.facts.append((name, text))
 
+    def text(self) -> str:
+        """The report, in lines."""
+        lines = [("chairlift verify", "DIFFERENT" if self.differences else "equal"), *self.facts]
+        width = max(len(name) for name, _ in lines)
+        return "\n".join([f"{name:{width}}  {text}" for name, text in lines] + [f"DIFFERS: {text}" for text in self.differences])
+
 
 def compare_texts(llm: LLM, reference: Reference, findings: Findings) -> None:
     """Compares the tokens of texts and of a conversation."""

@@ -7,7 +7,6 @@ import logging
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +36,7 @@ CONTEXT = 512
 """Tokens of a sequence, if the model was made for as many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of a verification."""
-
-    findings: Findings
-
-    def text(self) -> str:
-        """The report, in lines."""
-        differences = self.findings.differences
-        lines = [("chairlift verify", "DIFFERENT" if differences else "equal"), *self.findings.facts]
-        width = max(len(name) for name, _ in lines)
-        return "\n".join([f"{name:{width}}  {text}" for name, text in lines] + [f"DIFFERS: {text}" for text in differences])
-
-
-def verify(config: EngineConfig, *, python: Path | None = None, llama_cpp: Path | None = None) -> Report:
+def verify(config: EngineConfig, *, python: Path | None = None, llama_cpp: Path | None = None) -> Findings:
     """Compares a model's tokens, and its greedy answers, embeddings or scores, with those of a reference.
 
     `python` has transformers, and `llama_cpp` is llama-server or its folder; without them, the reference is one that is found. Raises
@@ -83,7 +68,7 @@ def verify(config: EngineConfig, *, python: Path | None = None, llama_cpp: Path 
             reference.close()
     unused = list(dict.fromkeys(reported))
     findings.note("warnings", "; ".join(unused) if unused else "none: each key and each tensor is used or known to change nothing")
-    return Report(findings)
+    return findings
 
 
 def _open(directory: Path, file: Path | None, encoder: EncoderConfig | None, python: Path | None, llama_cpp: Path | None) -> Reference:
