@@ -7,8 +7,8 @@ import counting_engine
 import pytest
 from counting_engine import CharacterTokenizer
 
+from chairlift.engine.arguments import ChatOptions
 from chairlift.engine.chat import Chat
-from chairlift.engine.chat_options import ChatOptions
 from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.llm import LLM

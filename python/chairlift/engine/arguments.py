@@ -1,4 +1,4 @@
-"""The arguments of `LLM` and `AsyncEngine`: settings of the engine, and prompts."""
+"""The arguments of `LLM` and `AsyncEngine`: settings of the engine, prompts, and options of chats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -58,6 +58,17 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 Message = Mapping[str, Any]
 """A message of a conversation as in OpenAI's API: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of `LLM.chat`, where they are described."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 def sampling(params: Any, sampling_params: Any) -> Any:

@@ -21,8 +21,7 @@ from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
 if TYPE_CHECKING:
-    from chairlift.engine.arguments import Message
-    from chairlift.engine.chat_options import ChatOptions
+    from chairlift.engine.arguments import ChatOptions, Message
     from chairlift.engine.engine_info import EngineInfo
     from chairlift.tokenizer import Tokenizer
 

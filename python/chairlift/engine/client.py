@@ -18,8 +18,7 @@ from chairlift import errors
 from chairlift.checkpoint.locate import locate
 from chairlift.checkpoint.model_name import shown
 from chairlift.config import EngineConfig
-from chairlift.engine.arguments import Message, document_settings, engine_config, sampling
-from chairlift.engine.chat_options import ChatOptions
+from chairlift.engine.arguments import ChatOptions, Message, document_settings, engine_config, sampling
 from chairlift.engine.engine_client import EngineClient
 from chairlift.engine.engine_info import EngineInfo, log_start
 from chairlift.engine.engine_process import EngineProcess, reported

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, Unpack
 from chairlift.checkpoint.locate import locate
 from chairlift.checkpoint.model_name import shown
 from chairlift.config import DEFAULT_MODEL
-from chairlift.engine.arguments import Message, Prompt, document_settings, engine_config, listed, sampling
+from chairlift.engine.arguments import ChatOptions, Message, Prompt, document_settings, engine_config, listed, sampling
 from chairlift.engine.async_live_sequence import AsyncLiveSequence
-from chairlift.engine.chat_options import ChatOptions
 from chairlift.engine.engine_info import log_decisions, warn_of_short_context
 from chairlift.engine.engine_settings import Settings
 from chairlift.engine.held_sequences import LEASE
