@@ -96,7 +96,7 @@ def test_a_wrong_kernel_is_reported_with_status_1(device, monkeypatch, capsys):
 
 def test_a_containers_limit_is_the_smallest_of_its_groups(tmp_path, monkeypatch):
     files = {"/proc/self/cgroup": "0::/a/b", "/a/b/memory.max": "max", "/a/memory.max": str(3 << 30), "/a/memory.high": str(2 << 30)}
-    monkeypatch.setattr(machine, "_read", lambda path: files.get(path.removeprefix(machine.CGROUPS), ""))
+    monkeypatch.setattr(machine, "file_text", lambda path: files.get(path.removeprefix(machine.CGROUPS), ""))
     assert machine.memory_limit() == 2 << 30
     del files["/a/memory.max"], files["/a/memory.high"]
     assert machine.memory_limit() is None

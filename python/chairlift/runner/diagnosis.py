@@ -8,14 +8,13 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from importlib import metadata, util
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chairlift import _core
 from chairlift.runner.cuda import KERNEL_DRIVER, NoDevice, compute_capability, cuda_devices, dotted, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.launcher import missing_for_launcher
 from chairlift.runner.memory.decision import gib
-from chairlift.runner.memory.machine import available_memory, memory_limit, usable_cores
+from chairlift.runner.memory.machine import available_memory, file_text, memory_limit, usable_cores
 from chairlift.runner.memory.precision import FP8_CAPABILITY
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def _system() -> Facts:
 
 
 def _processor() -> Facts:
-    lines = [line.partition(":") for line in _read("/proc/cpuinfo").splitlines()]
+    lines = [line.partition(":") for line in file_text("/proc/cpuinfo").splitlines()]
     info = {key.strip(): value.strip() for key, _, value in reversed(lines)}
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     facts = {
@@ -93,7 +92,7 @@ def _limit(value: int, words: Callable[[int], str]) -> str:
 
 
 def _gpus() -> Facts:
-    driver = _read(KERNEL_DRIVER).partition("\n")[0]
+    driver = file_text(KERNEL_DRIVER).partition("\n")[0]
     unknown = "of unknown version" if has_cuda_driver() else "none"
     facts = {"driver": driver.partition(":")[2].strip() or unknown}
     if not util.find_spec("torch"):
@@ -145,13 +144,6 @@ def why_no_gpu() -> NoDevice | None:
 def _dtypes(capability: tuple[int, int]) -> Facts:
     fp8 = "yes" if capability >= FP8_CAPABILITY else f"no: it needs compute capability {dotted(FP8_CAPABILITY)}, not {dotted(capability)}"
     return {"bfloat16, float16, float32": "yes", "--quantization fp8, --kv-cache-dtype fp8": fp8, "--quantization int8": "yes"}
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def check_gpu(seconds: float) -> Iterator[KernelCheck]:

@@ -19,7 +19,7 @@ def kernel(monkeypatch):
 
     def says(files: dict[str, str]) -> None:
         topology = {f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
-        monkeypatch.setattr(machine, "_read", lambda path: (MEMINFO | topology | files).get(path, ""))
+        monkeypatch.setattr(machine, "file_text", lambda path: (MEMINFO | topology | files).get(path, ""))
 
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     return says

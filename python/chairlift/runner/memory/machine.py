@@ -14,11 +14,11 @@ CGROUPS = "/sys/fs/cgroup"
 def usable_cores() -> int:
     """Physical cores that this process may use. Hyperthreads count once; CPU sets and container quotas apply."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    siblings = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    siblings = {file_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
     cores = len(siblings)
     for group in _groups("cpu"):
-        quota, _, period = _read(f"{group}/cpu.max").partition(" ")
-        quota, period = quota or _read(f"{group}/cpu.cfs_quota_us"), period or _read(f"{group}/cpu.cfs_period_us")
+        quota, _, period = file_text(f"{group}/cpu.max").partition(" ")
+        quota, period = quota or file_text(f"{group}/cpu.cfs_quota_us"), period or file_text(f"{group}/cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(1, cores)
@@ -27,28 +27,32 @@ def usable_cores() -> int:
 def available_memory() -> int:
     """Bytes that can be allocated now without swapping and within the container's limit."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    for line in _read("/proc/meminfo").splitlines():
+    for line in file_text("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     for group in _groups("memory"):
-        limits = [_read(f"{group}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
-        used = _read(f"{group}/memory.current") or _read(f"{group}/memory.usage_in_bytes")
+        used = file_text(f"{group}/memory.current") or file_text(f"{group}/memory.usage_in_bytes")
         if used.isdigit():
-            free = [int(limit) - int(used) + _file_pages(group) for limit in limits if limit.isdigit()]
+            free = [limit - int(used) + _file_pages(group) for limit in _limits(group)]
             available = min(available, *free, available)
     return max(0, available)
 
 
 def memory_limit() -> int | None:
     """Bytes that this process's container may use; None without a limit."""
-    limits = [_read(f"{group}/{name}") for group in _groups("memory") for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     # Version 1 has a limit close to 2^63 where there is none.
-    return min((int(limit) for limit in limits if limit.isdigit() and int(limit) < 2**60), default=None)
+    return min((limit for group in _groups("memory") for limit in _limits(group) if limit < 2**60), default=None)
+
+
+def _limits(group: str) -> list[int]:
+    """The limits of a control group's memory in bytes."""
+    texts = (file_text(f"{group}/{name}") for name in ("memory.max", "memory.high", "memory.limit_in_bytes"))
+    return [int(text) for text in texts if text.isdigit()]
 
 
 def _groups(kind: str) -> Iterator[str]:
     """The directories of this process's control groups for the controller `kind`, from its own to the root. All their limits apply."""
-    for line in _read("/proc/self/cgroup").splitlines() or ["0::/"]:
+    for line in file_text("/proc/self/cgroup").splitlines() or ["0::/"]:
         number, _, rest = line.partition(":")
         kinds, _, path = rest.partition(":")
         root = CGROUPS if number == "0" else f"{CGROUPS}/{kind}"
@@ -62,13 +66,13 @@ def _groups(kind: str) -> Iterator[str]:
 
 def _file_pages(group: str) -> int:
     """Bytes of cached files, including those of child groups. They count as used but can be reclaimed."""
-    counted = dict(line.split() for line in _read(f"{group}/memory.stat").splitlines())
+    counted = dict(line.split() for line in file_text(f"{group}/memory.stat").splitlines())
     prefix = "total_" if "total_inactive_file" in counted else ""
     return sum(int(counted.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
-def _read(path: str) -> str:
-    """The text of a file in /proc or /sys; empty if it cannot be read."""
+def file_text(path: str | Path) -> str:
+    """The text of a file in /proc or /sys, without white space around it; empty if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:
