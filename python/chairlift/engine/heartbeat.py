@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from chairlift.engine.frames import Alive
 from chairlift.engine.watchdog import CHECK_SECONDS, StallDetector
@@ -16,15 +15,6 @@ SILENT_AFTER = 10.0
 """Seconds without a message after which the engine's process counts as stuck."""
 KILL_AFTER = 60.0
 """Seconds after which a stuck engine is killed. One that a signal stopped is killed at once, because it cannot go on by itself."""
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, as SIGSTOP does; False where there is no /proc to read it from."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 class Heartbeat:

@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Mapping
 
 from chairlift.child_process import start_python
-from chairlift.engine.heartbeat import is_stopped
 from chairlift.engine.join_settings import JOINED, JoinSettings
 from chairlift.engine.process_signals import LEAVE
+from chairlift.runner.memory.machine import file_text
 
 EXIT_SECONDS = 1.0
 """Most seconds between the end of a process's socket and its exit."""
@@ -68,8 +68,9 @@ class SpawnedProcess:
         self._process.send_signal(LEAVE)
 
     def why_hopeless(self) -> str | None:
-        """Why the process cannot go on by itself although it exists; None if it may."""
-        return "the engine's process was stopped by a signal" if is_stopped(self.pid) else None
+        """Why the process cannot go on by itself although it exists; None if it may, or where there is no /proc."""
+        state = file_text(f"/proc/{self.pid}/stat").rpartition(")")[2].split()[:1]
+        return "the engine's process was stopped by a signal" if state == ["T"] else None
 
     async def wait(self, reading: asyncio.Task[None] | None, seconds: float) -> bool:
         """Waits for its exit. Returns whether that came in time."""
