@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from chairlift import _core
 from chairlift.config import EngineConfig
 from chairlift.engine import clock
 from chairlift.engine.exit_watch import start_sentinels
-from chairlift.engine.frames import Alive, BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
+from chairlift.engine.frames import BadFrame, Failed, Frame, Load, Phase, Ready, ServiceShared, ShareService, Stop, Unload, Unloaded
 from chairlift.engine.hosted_engine import HostedEngine, Task
 from chairlift.engine.kv_sharing import KvSharing
 from chairlift.engine.stats import Stats
@@ -35,23 +34,8 @@ Send = Callable[..., None]
 """Sends a frame from an engine of this number: `send(frame, number, timeout=...)`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """In the inbox: an engine was loaded."""
-
-    engine: Engine
-    first_step: float
-
-
-@dataclass(frozen=True, slots=True)
-class _NotLoaded:
-    """In the inbox: an engine could not be loaded."""
-
-    error: BaseException
-
-
-Received = tuple[int, Frame | Task | _Loaded | _NotLoaded] | BadFrame
-"""What the loop handles between two steps, with the number of its engine."""
+Received = tuple[int, Frame | Task] | Task | BadFrame
+"""What the loop handles between two steps: a frame or a task with the number of its engine, or a task of the loop's own."""
 Inbox = SimpleQueue[Received]
 
 
@@ -138,9 +122,12 @@ class StepLoop:
         return True
 
     def _handle(self, received: Received) -> bool:
-        """Handles a frame; False if the parent says stop. Raises BadFrame."""
+        """Handles what was received; False if the parent says stop. Raises BadFrame."""
         if isinstance(received, BadFrame):
             raise received
+        if not isinstance(received, tuple):
+            received()
+            return True
         number, frame = received
         match frame:
             case Stop():
@@ -154,13 +141,6 @@ class StepLoop:
             case Unload():
                 if self._loading.pop(number, None) is None:  # otherwise it ends as soon as it is loaded
                     self._retire(number)
-            case _Loaded():
-                self._add(number, frame)
-            case _NotLoaded(error):
-                if self._loading.pop(number, None) is None:
-                    self._send(Unloaded(), number)
-                else:
-                    self._send(failed(error), number)
             case _:
                 # A frame may be late for an engine that has ended.
                 if (hosted := self._engines.get(number)) is not None:
@@ -239,14 +219,19 @@ class StepLoop:
         try:
             # A first prompt may take longer than the warm-up, but is expected to take less than the watchdog's STUCK_STEPS times as long.
             engine = self._make(EngineConfig(**load.settings), report, load.hash_key)
-            self._inbox.put((number, _Loaded(engine, phases.get("warm-up", 0.0))))
+            self._inbox.put(partial(self._add, number, engine, phases.get("warm-up", 0.0)))
         except BaseException as error:
-            self._inbox.put((number, _NotLoaded(error)))
+            self._inbox.put(partial(self._not_loaded, number, error))
 
-    def _add(self, number: int, loaded: _Loaded) -> None:
+    def _not_loaded(self, number: int, error: BaseException) -> None:
+        """Reports why an engine could not be loaded, unless it was unloaded meanwhile."""
+        unloaded = self._loading.pop(number, None) is None
+        self._send(Unloaded() if unloaded else failed(error), number)
+
+    def _add(self, number: int, engine: Engine, first_step: float) -> None:
         """Begins to run a loaded engine."""
         send = partial(self._send, engine=number)
-        hosted = HostedEngine(loaded.engine, send, lambda task: self._inbox.put((number, task)), loaded.first_step)
+        hosted = HostedEngine(engine, send, lambda task: self._inbox.put((number, task)), first_step)
         self._engines[number] = hosted
         load = self._loading.pop(number, None)
         if load is None:
@@ -263,11 +248,8 @@ class StepLoop:
         hosted.engine.stage = IDLE, time.monotonic()
         self._send(Ready(hosted.engine.info.pack(), [] if self._watchdog else start_sentinels()), number)
         if self._watchdog is None:
-            self._watchdog = Watchdog(self, self._beat)
+            self._watchdog = Watchdog(self, partial(self._send, timeout=CHECK_SECONDS))
             self._watchdog.start()
-
-    def _beat(self, alive: Alive) -> None:
-        self._send(alive, timeout=CHECK_SECONDS)
 
     def _retire(self, number: int, *, reply: bool = True) -> None:
         """Ends an engine and frees its memory; with `reply`, reports that."""
