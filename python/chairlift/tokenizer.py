@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,8 +101,7 @@ class Tokenizer:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """All tokens that end an answer: see the function of this name."""
-        added = {added.content: token for token, added in self._backend.get_added_tokens_decoder().items()}
-        return eos_token_ids(self._model, self._file, added, self._backend.token_to_id)
+        return eos_token_ids(self._model, self._file, self._backend)
 
     @cached_property
     def num_closing_tokens(self) -> int:
@@ -326,17 +325,11 @@ def _replacement(step: dict[str, Any], file: Path) -> tuple[str, str]:
     return step["pattern"]["String"], step["content"]
 
 
-def eos_token_ids(
-    directory: Path,
-    source: str | Path | None = None,
-    added: Mapping[str, int] | None = None,
-    token_to_id: Callable[[str], int | None] | None = None,
-) -> frozenset[int]:
+def eos_token_ids(directory: Path, source: str | Path | None = None, backend: Backend | None = None) -> frozenset[int]:
     """Returns all tokens that end an answer: those that the checkpoint's settings name, and those whose texts are known.
 
-    The settings are config.json, generation_config.json and tokenizer_config.json; the paths are those of `Tokenizer`. `added` are the
-    tokenizer's added tokens, and `token_to_id` maps a token's text to its id. Without them the tokenizer is loaded if the settings do not
-    have the ids, which takes 0.1 s.
+    The settings are config.json, generation_config.json and tokenizer_config.json; the paths are those of `Tokenizer`. Without a `backend`
+    the tokenizer is loaded if the settings do not have the ids, which takes 0.1 s.
     """
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -348,12 +341,12 @@ def eos_token_ids(
     config = tokenizer_config(file)
     known = {text: token for token, text, _ in listed_tokens(config, file)}
     text = token_with_role(config, "eos_token")
-    if added is None and file.is_file() and (not known or (text is not None and text not in known)):
+    if backend is None and file.is_file() and (not known or (text is not None and text not in known)):
         backend = load_backend(file, config)
-        added, token_to_id = {one.content: token for token, one in backend.get_added_tokens_decoder().items()}, backend.token_to_id
-    known |= added or {}
+    if backend is not None:
+        known |= {one.content: token for token, one in backend.get_added_tokens_decoder().items()}
     ids |= end_tokens(known)
     if text is not None:
-        token = known.get(text) if text in known or token_to_id is None else token_to_id(text)
+        token = known.get(text) if text in known or backend is None else backend.token_to_id(text)
         ids |= set() if token is None else {token}
     return frozenset(ids)
