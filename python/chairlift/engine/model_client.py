@@ -17,7 +17,7 @@ from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.held_sequences import COMPUTE, LEASE
 from chairlift.engine.request import add_part, joined
 from chairlift.engine.stream import Stream
-from chairlift.engine.validation import check_tokens, default_params, encode_bad_words, validate
+from chairlift.engine.validation import check_tokens, encode_bad_words, validate
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES, SamplingParams
@@ -98,7 +98,7 @@ class ModelClient(ABC):
 
     def default_params(self, **settings: Any) -> SamplingParams:
         """The checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
-        return default_params(self.info, settings)
+        return SamplingParams(**{**self.info.default_sampling, **settings})
 
     async def prepare(
         self,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.sampling import SamplingParams, check_bad_words
@@ -13,11 +13,6 @@ from chairlift.sampling import SamplingParams, check_bad_words
 if TYPE_CHECKING:
     from chairlift.engine.engine_info import EngineInfo
     from chairlift.tokenizer import Tokenizer
-
-
-def default_params(info: EngineInfo, settings: Mapping[str, Any]) -> SamplingParams:
-    """Returns the sampling parameters that the checkpoint of an engine recommends, overridden by `settings`."""
-    return SamplingParams(**{**info.default_sampling, **settings})
 
 
 def validate(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> SamplingParams:
