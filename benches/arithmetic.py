@@ -77,7 +77,7 @@ def log_probs(directory: Path, settings: dict[str, Any]) -> np.ndarray:
     buffers.slot_mapping[:count] = config.block_size + places
     buffers.query_starts[1] = buffers.context_lens[0] = count
     if settings.get("runner") == "torch":
-        runner.model.load_step(buffers, 0)
+        buffers.on_device.load(buffers.index, 0)
     runner.model.forward(buffers, count, 1)
     logits = np.array(runner.model.logits(places), dtype=np.float32)
     top = logits.max(-1, keepdims=True)

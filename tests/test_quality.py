@@ -63,7 +63,7 @@ def logits(model_dir: Path, ids: list[int], *, in_torch: str | None = None, **se
     buffers.slot_mapping[:count] = 16 + places
     buffers.query_starts[1] = buffers.context_lens[0] = count
     if in_torch:
-        runner.model.load_step(buffers, 0)
+        buffers.on_device.load(buffers.index, 0)
     runner.model.forward(buffers, count, 1)
     return torch.as_tensor(runner.model.logits(places))
 

@@ -24,7 +24,6 @@ from chairlift.models.llama import Llama, kv_scales
 from chairlift.models.recurrence import RecurrentLayers
 from chairlift.models.shape import KvSpec, ModelShape
 from chairlift.runner.buffers import Pairs, StepBuffers
-from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.executor import ModelExecutor
 from chairlift.runner.memory.kv_cache import KvCache
@@ -48,16 +47,6 @@ class DeviceExecutor(ModelExecutor):
     device: torch.device
     adapters: TorchAdapters | None = None
     """The LoRA adapters, of our own layers in one process."""
-
-    def make_buffers(
-        self, count: int, max_tokens: int, max_seqs: int, max_blocks: int, copy_stream: CopyStream, state_slots: int = 0
-    ) -> list[StepBuffers]:
-        """Allocates `count` step buffers and the arrays on the device into which they are loaded."""
-        return DeviceBuffers(count, max_tokens, max_seqs, max_blocks, self.device, copy_stream, state_slots).host
-
-    def load_step(self, buffers: StepBuffers, num_table_writes: int) -> None:
-        """Copies a step's arrays to the device."""
-        buffers.on_device.load(buffers.index, num_table_writes)
 
     @abstractmethod
     def forward(self, buffers: StepBuffers, num_tokens: int, num_seqs: int) -> None:

@@ -13,6 +13,7 @@ from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import StepBuffers, StepSizes
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.cuda_graphs import Graph, capture, graph_capture, smallest_graph
+from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.executor import Logits
 from chairlift.runner.memory.decision import Decision, asked, gib
 from chairlift.runner.memory.device_memory import DeviceMemory, raise_out_of_memory
@@ -44,7 +45,8 @@ class TorchRunner(ModelRunner):
         """Allocates step buffers and the sampler. The model's KV cache must be allocated before the first step."""
         copy_stream = CopyStream(model.device)
         seqs, max_blocks = size.max_num_seqs, -(-size.max_model_len // block_size)
-        buffers = model.make_buffers(1 + overlaps, size.max_num_batched_tokens, seqs, max_blocks, copy_stream, size.state_slots)
+        sizes = 1 + overlaps, size.max_num_batched_tokens, seqs, max_blocks
+        buffers = DeviceBuffers(*sizes, model.device, copy_stream, size.state_slots).host
         device_sampler = DeviceSampler(seqs, model_config.vocab_size, model.device, copy_stream) if samples_on_device else None
         sampler = device_sampler or HostSampler(seqs, _core.ThreadPool(torch.get_num_threads()))
         super().__init__(model, model_config, size, block_size, buffers, sampler)
@@ -117,7 +119,7 @@ class TorchRunner(ModelRunner):
         if graph is not None:
             logits = graph.launch(buffers.index, sizes)
             return Launched(buffers.index, logits, *self._score_prompts(buffers, sizes.seqs), graph)
-        self.model.load_step(buffers, sizes.table_writes)
+        buffers.on_device.load(buffers.index, sizes.table_writes)
         if self._device_sampler is not None:
             self._device_sampler.resolve(buffers, sizes.tokens)
         return super()._forward(buffers, sizes)
