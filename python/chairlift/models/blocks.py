@@ -96,15 +96,11 @@ class Block(ABC):
 
     norm: torch.Tensor
     post_norm: torch.Tensor | None = None
+    rounds = False
 
     def __init__(self, weights: LayerWeights) -> None:
         """Keeps nothing of `weights`, which may hold a whole checkpoint."""
         self._group, self._residual_scale = weights.group, weights.config.scales.residual
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the first product rounds its input."""
-        return False
 
     @abstractmethod
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
@@ -138,6 +134,7 @@ class Attention(Block):
         self.norm = weights.norm(config.family.norms.attention)
         projected = (queries * (2 if self._gated else 1), kv, kv)
         self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config, self.norm.device))
+        self.rounds = self.qkv.rounds_activations
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
         # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
         self.post_norm = weights.norm("post_attention_layernorm") if config.family.post_norms else None
@@ -149,11 +146,6 @@ class Attention(Block):
             query, key = (weights.norm(name, self._dim) for name in (config.family.norms.query, config.family.norms.key))
             self._head_norms = query[head], key[head]
         self._sinks = weights.source.floats(f"{weights.prefix}self_attn.sinks", config.num_heads) if config.family.sinks else None
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the first product rounds its input."""
-        return self.qkv.rounds_activations
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
         """Stores keys and values and attends."""
@@ -194,13 +186,9 @@ class Mlp(Block):
         self._activation = config.family.activation
         self.norm = mlp_norm(weights)
         self.gate_up = weights.gate_up(names, config.intermediate_size, config.mlp_bias)
+        self.rounds = self.gate_up.rounds_activations
         self.down = weights.merged((names.down,), (config.hidden_size,), config.intermediate_size, config.mlp_bias)
         self.post_norm = weights.norm("post_feedforward_layernorm") if config.family.post_norms else None
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the first product rounds its input."""
-        return self.gate_up.rounds_activations
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
         """Computes the MLP."""

@@ -34,6 +34,7 @@ class LatentAttention(Block):
         names = f"self_attn.{made}", "self_attn.kv_a_proj_with_mqa"
         device = self.norm.device
         self.down = weights.merged(names, (down, latent.cached), config.hidden_size, order=torch.tensor(rows, device=device))
+        self.rounds = self.down.rounds_activations
         self._query_up = self._query_norm = None
         if latent.query_rank:
             self._query_norm = weights.norm("self_attn.q_a_layernorm", latent.query_rank)
@@ -43,11 +44,6 @@ class LatentAttention(Block):
         self._latent_norm = weights.norm("self_attn.kv_a_layernorm", latent.rank)
         self._key_up, self._value_up = _keys_and_values(weights, latent)
         self.output = weights.merged((config.family.projections.output,), (config.hidden_size,), latent.heads * latent.value)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the first product rounds its input."""
-        return self.down.rounds_activations
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
         """Stores latents and rotated keys, and attends."""

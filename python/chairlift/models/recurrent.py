@@ -31,6 +31,7 @@ class Recurrent(Block):
             self._projection = weights.merged(
                 [own + name for name in layers.names.projections], (layers.projected,), layers.hidden, layers.bias
             )
+        self.rounds = self._projection.rounds_activations
         taps = source.floats(f"{prefix}{layers.names.convolution}.weight", layers.channels, 1, layers.taps)
         self._convolution = Convolution(
             taps=taps.view(layers.channels, layers.taps).t().contiguous(),
@@ -40,11 +41,6 @@ class Recurrent(Block):
         )
         self._heads = _heads(weights, layers, prefix) if layers.count else None
         self._output = weights.merged((layers.names.prefix + layers.names.output,), (layers.hidden,), layers.width, layers.bias)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the first product rounds its input."""
-        return self._projection.rounds_activations
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
         """Computes the layer and moves the states of the step's sequences on."""
