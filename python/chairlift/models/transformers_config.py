@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -109,7 +109,7 @@ class TransformersConfig(ModelShape):
             return cls.of(text, reason)
         except Exception as error:
             raise UnsupportedModel(f"{architecture}: transformers cannot build it: {brief(error)}") from None
-        found = _record(model, text.num_hidden_layers, architecture)
+        heads, specs, decoder = _record(model, text.num_hidden_layers, architecture)
         # The activations of all experts of one token exist at the same time.
         wide = [max(p.shape[-2:]) for p in model.parameters() if p.ndim > 1 and text.vocab_size not in p.shape]
         dtype = getattr(text, "dtype", None) or theirs.dtype
@@ -118,12 +118,12 @@ class TransformersConfig(ModelShape):
             vocab_size=text.vocab_size,
             hidden_size=text.hidden_size,
             intermediate_size=max(wide) * (getattr(text, "num_experts_per_tok", None) or 1),
-            num_layers=len(found.specs),
-            num_heads=found.heads,
+            num_layers=len(specs),
+            num_heads=heads,
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or MAX_POSITIONS,
             dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
-            decoder=found.decoder,
-            specs=found.specs,
+            decoder=decoder,
+            specs=specs,
             weights=sum(parameter.numel() for parameter in model.parameters()),
             theirs=theirs,
             quantization=_quantization(theirs),
@@ -176,14 +176,8 @@ def _architecture(theirs: Any) -> str:
     return str(name)
 
 
-class _Found(NamedTuple):
-    heads: int
-    specs: tuple[KvSpec, ...]
-    decoder: str
-
-
 @torch.inference_mode()
-def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
+def _record(model: PreTrainedModel, layers: int, name: str) -> tuple[int, tuple[KvSpec, ...], str]:
     """Runs a few tokens. Returns the number of query heads, each layer's attention inputs and the name of the decoder.
 
     Raises UnsupportedModel if the model does not delegate all of its attention or needs an unsupported feature.
@@ -228,7 +222,7 @@ def _record(model: PreTrainedModel, layers: int, name: str) -> _Found:
         raise UnsupportedModel(f"{name} has {layers} layers, of which {len(specs)} have attention: the others would forget what was")
     if not isinstance(model.get_submodule(called[0]), PreTrainedModel):
         raise UnsupportedModel(f"{name}: transformers' code for it has no decoder apart from its head")
-    return _Found(max(heads), tuple(specs), called[0])
+    return max(heads), tuple(specs), called[0]
 
 
 def _check_attention(module: torch.nn.Module, how: dict[str, Any], name: str) -> None:
