@@ -92,16 +92,14 @@ class HubClient:
             with partial_file(repository.partial(file.digest)) as part:
                 if not is_whole(blob, file):  # which another process may have downloaded meanwhile
                     url = f"{self._endpoint}/{self.repo}/resolve/{commit}/{urllib.parse.quote(str(file.path))}"
-                    self._complete(file, url, part, on_bytes)
+                    if not self._download(file, url, part, on_bytes):
+                        raise ModelNotFound(
+                            f"{file.path} of {self.repo} as downloaded is not the file that the hub lists (its digest differs)"
+                        )
+                    os.fsync(part.fileno())
                     os.replace(part.name, blob)
         on_bytes(file.num_bytes)
         repository.link(commit, str(file.path), file.digest)
-
-    def _complete(self, file: RemoteFile, url: str, part: IO[bytes], on_bytes: Callable[[int], None]) -> None:
-        """Downloads the rest of a file."""
-        if not self._download(file, url, part, on_bytes):
-            raise ModelNotFound(f"{file.path} of {self.repo} as downloaded is not the file that the hub lists (its digest differs)")
-        os.fsync(part.fileno())
 
     def _download(self, file: RemoteFile, url: str, part: IO[bytes], on_bytes: Callable[[int], None]) -> bool:
         """Downloads the rest of a file. Returns False, and removes it, if its digest is another.

@@ -54,7 +54,7 @@ def weight_names(files: Iterable[str], index: Path) -> list[str]:
     """
     every = set(files)
     if index.name in every:
-        names = indexed_names(index)
+        names = sorted(set(indexed_files(index).values()))
         missing = [name for name in names if name not in every]
         if not missing or _WHOLE not in every:
             return names
@@ -78,11 +78,6 @@ def dense_weights(directory: Path) -> list[PurePosixPath]:
         return [PurePosixPath(module["path"], _WHOLE) for module in modules if str(module["type"]).rpartition(".")[2] == "Dense"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # whoever loads the model reads it again, and says what is wrong
-
-
-def indexed_names(index: Path) -> list[str]:
-    """Returns the names of the files with weights that an index names. Raises UnsupportedModel for an invalid one."""
-    return sorted(set(indexed_files(index).values()))
 
 
 def indexed_files(index: Path) -> dict[str, str]:
