@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chairlift.architectures.architecture import GGUFFormat
+from chairlift.architectures.architecture import GGUFFormat, Projections
 from chairlift.architectures.gemma import TENSORS
 
 
@@ -79,6 +79,29 @@ class EncoderArchitecture:
     offset_positions: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     expected: Mapping[str, Any] = field(default_factory=dict)
+
+
+def decoder_layout(projections: Projections, *, post_norms: bool, qk_norm: bool, **more: Any) -> EncoderArchitecture:
+    """Returns the names of the tensors of a decoder that computes embeddings as an encoder does; `more` are other fields."""
+    return EncoderArchitecture(
+        tokens="embed_tokens",
+        positions=None,
+        types=None,
+        embedding_norm=None,
+        final_norm="norm",
+        layer="layers.{}.",
+        qkv=projections.qkv,
+        output=projections.output,
+        up=projections.gate_up,
+        down=projections.down,
+        input_norms=("input_layernorm", "pre_feedforward_layernorm" if post_norms else "post_attention_layernorm"),
+        output_norms=("post_attention_layernorm", "post_feedforward_layernorm") if post_norms else None,
+        sum_norms=None,
+        qk_norms=("self_attn.q_norm", "self_attn.k_norm") if qk_norm else None,
+        biases=False,
+        rms=True,
+        **more,
+    )
 
 
 _TOP = {
@@ -268,7 +291,10 @@ ENCODERS = {
             keys=_NOMIC_KEYS,
             expected=_NOMIC_EXPECTED,
         ),
-        EncoderArchitecture(
+        decoder_layout(
+            Projections(),
+            post_norms=True,
+            qk_norm=True,
             name="Gemma3TextModel",
             model_type="gemma3_text",
             models="embeddinggemma",
@@ -279,22 +305,6 @@ ENCODERS = {
                 tensors=TENSORS,
                 stored_offset=1.0,
             ),
-            tokens="embed_tokens",
-            positions=None,
-            types=None,
-            embedding_norm=None,
-            final_norm="norm",
-            layer="layers.{}.",
-            qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            output="self_attn.o_proj",
-            up=("mlp.gate_proj", "mlp.up_proj"),
-            down="mlp.down_proj",
-            input_norms=("input_layernorm", "pre_feedforward_layernorm"),
-            output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-            sum_norms=None,
-            qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
-            biases=False,
-            rms=True,
             norm_offset=1.0,
             norm_eps=1e-6,
             gate="gelu_tanh",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.architectures import ARCHITECTURES, HEADLESS, EncoderArchitecture, Norms
+from chairlift.architectures.encoders import decoder_layout
 from chairlift.architectures.llama import LLAMA
 from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
@@ -63,27 +64,13 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
     }
     if found := [what for what, present in lacking.items() if present]:
         raise UnsupportedModel(f"{names[0]} computes embeddings of whole texts here, and there is no code for that with {found[0]}")
-    post = model.family.post_norms
-    return model, EncoderArchitecture(
+    return model, decoder_layout(
+        model.family.projections,
+        post_norms=model.family.post_norms,
+        qk_norm=model.qk_norm,
         name=names[0],
         model_type=str(raw.get("model_type")),
         models="",
-        tokens="embed_tokens",
-        positions=None,
-        types=None,
-        embedding_norm=None,
-        final_norm="norm",
-        layer="layers.{}.",
-        qkv=model.family.projections.qkv,
-        output=model.family.projections.output,
-        up=model.family.projections.gate_up,
-        down=model.family.projections.down,
-        input_norms=("input_layernorm", "pre_feedforward_layernorm" if post else "post_attention_layernorm"),
-        output_norms=("post_attention_layernorm", "post_feedforward_layernorm") if post else None,
-        sum_norms=None,
-        qk_norms=("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else None,
-        biases=False,
-        rms=True,
         norm_offset=model.family.norm_offset,
         gate=model.family.activation,
         scaled_embeddings=model.scales.embedding != 1,
