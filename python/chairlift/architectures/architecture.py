@@ -163,6 +163,9 @@ class Key:
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Names of a decoder's tensors outside the layers, in GGUF files and in Hugging Face's."""
 
+POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+"""Names of the norms after a layer's attention and its MLP, likewise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFormat:

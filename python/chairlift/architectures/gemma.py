@@ -1,12 +1,8 @@
 """Gemma 1 to 4."""
 
-from chairlift.architectures.architecture import TOP, Architecture, Code, GGUFFormat, Key, Mixture, Projections, Windows
+from chairlift.architectures.architecture import POST_NORMS, TOP, Architecture, Code, GGUFFormat, Key, Mixture, Projections, Windows
 
-TENSORS = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+TENSORS = {"ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
 """Gemma has an additional norm after attention and after the MLP, and other names for the norms before them."""
 CONSTANTS = {"hidden_activation": "gelu_pytorch_tanh"}
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Mixture, Windows
+from chairlift.architectures.architecture import POST_NORMS, Architecture, Code, GGUFFormat, Key, Mixture, Windows
 
 OLMOE = Architecture(
     name="OlmoeForCausalLM",
@@ -20,9 +20,7 @@ OLMO2 = Architecture(
     model_type="olmo2",
     models="OLMo 2",
     code=Code.TRANSFORMERS,
-    gguf=GGUFFormat(
-        names=("olmo2",), tensors={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-    ),
+    gguf=GGUFFormat(names=("olmo2",), tensors=POST_NORMS),
     qk_norm=True,
     whole_norms=True,
     post_norms=True,
@@ -35,7 +33,7 @@ OLMO3 = replace(
     gguf=GGUFFormat(
         names=("olmo2",),
         keys={"sliding_window": Key("attention.sliding_window", int)},
-        tensors={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        tensors=POST_NORMS,
     ),
     windows=Windows.LISTED,
     window_interval=4,

@@ -1,6 +1,6 @@
 """Architectures that transformers' code alone computes, and whose GGUF files are read for it."""
 
-from chairlift.architectures.architecture import Architecture, Code, GGUFFormat, Key, Windows
+from chairlift.architectures.architecture import POST_NORMS, Architecture, Code, GGUFFormat, Key, Windows
 
 GLM4 = Architecture(
     name="Glm4ForCausalLM",
@@ -44,7 +44,7 @@ EXAONE4 = Architecture(
     gguf=GGUFFormat(
         names=("exaone4",),
         constants={"sliding_window": None},
-        tensors={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        tensors=POST_NORMS,
     ),
     windows=Windows.LISTED,
     window_interval=1,
