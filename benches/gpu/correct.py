@@ -46,6 +46,11 @@ class Checks:
                 raise
         self.note(row, good)
 
+    def both(self, name: str, way: Callable[[Any], Any], functions: tuple[Any, Any], tolerance: float, dtype: str) -> None:
+        """Checks what `way` makes of a kernel beside what it makes of the kernel's reference."""
+        kernel, reference = functions
+        self.check(name, lambda: way(kernel), lambda: way(reference), tolerance, dtype)
+
     def note(self, row: dict[str, Any], good: bool) -> None:
         """Writes a check, and whether it is good."""
         self.run.row(self.title, row | {"good": "yes" if good else NO})
@@ -274,35 +279,20 @@ def layers(run: common.Run, checks: Checks, dtype: Any) -> None:
     tolerance = TOLERANCES[name]
     for columns in (576,) if run.dry else (64, 576, 4096, 5000):
         x, residual, weight, inner = normal(rows, columns).to(dtype), normal(rows, columns).to(dtype), normal(columns), normal(columns)
-        checks.check(
-            f"rms_norm {columns}",
-            lambda x=x, w=weight: rms_norm.rms_norm(x, w, 1e-5),
-            lambda x=x, w=weight: rms_norm.rms_norm_reference(x, w, 1e-5),
-            tolerance,
-            name,
-        )
+        ways = rms_norm.rms_norm, rms_norm.rms_norm_reference
+        checks.both(f"rms_norm {columns}", lambda f, x=x, w=weight: f(x, w, 1e-5), ways, tolerance, name)
         for more in ({}, {"inner": inner}):
 
             def added(function: Any, x: Any = x, residual: Any = residual, weight: Any = weight, more: Any = more) -> Any:
                 kept = residual.clone()
                 return function(x, kept, weight, 1e-5, **more), kept
 
-            checks.check(
-                f"add_rms_norm {columns} {''.join(more)}".strip(),
-                lambda a=added: a(rms_norm.add_rms_norm),
-                lambda a=added: a(rms_norm.add_rms_norm_reference),
-                tolerance,
-                name,
-            )
+            ways = rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference
+            checks.both(f"add_rms_norm {columns} {''.join(more)}".strip(), added, ways, tolerance, name)
         for activation in ("silu", "gelu_tanh"):
             gate_up = (normal(rows, 2 * columns) * 4).to(dtype)
-            checks.check(
-                f"act_mul {activation} {columns}",
-                lambda g=gate_up, a=activation: act_mul.act_mul(g, a),
-                lambda g=gate_up, a=activation: act_mul.act_mul_reference(g, a),
-                tolerance,
-                name,
-            )
+            ways = act_mul.act_mul, act_mul.act_mul_reference
+            checks.both(f"act_mul {activation} {columns}", lambda f, g=gate_up, a=activation: f(g, a), ways, tolerance, name)
     _rounded_layers(run, checks, dtype, normal(rows, 4096).to(dtype), normal(4096))
     forms = [dtype] if run.dry else [dtype, torch.float8_e4m3fn]
     for heads, kv_heads, dim, normed in ((4, 2, 16, True),) if run.dry else ((32, 8, 128, False), (7, 7, 80, True), (9, 3, 256, True)):
@@ -332,20 +322,8 @@ def layers(run: common.Run, checks: Checks, dtype: Any) -> None:
             # A number that lies between two of 8 bits may go to either when the two compute it differently: 2 ** -3 apart.
             allowed = 0.13 if eight else tolerance
             form = f"{heads}+2x{kv_heads} heads, {dim}{', cache of fp8' if eight else ''}"
-            checks.check(
-                f"rope_write {form}",
-                lambda t=turned: t(rope_write.rope_write),
-                lambda t=turned: t(rope_write.rope_write_reference),
-                allowed,
-                name,
-            )
-            checks.check(
-                f"write_kv {form}",
-                lambda w=written: w(write_kv.write_kv),
-                lambda w=written: w(write_kv_reference.write_kv_reference),
-                allowed,
-                name,
-            )
+            checks.both(f"rope_write {form}", turned, (rope_write.rope_write, rope_write.rope_write_reference), allowed, name)
+            checks.both(f"write_kv {form}", written, (write_kv.write_kv, write_kv_reference.write_kv_reference), allowed, name)
     pairs = torch.tensor([[4, 1], [1, 2], [2, 3], [5, 4]], dtype=torch.int32, device=run.device)
     blocks = normal(7, 3000).to(dtype)
 
@@ -354,17 +332,11 @@ def layers(run: common.Run, checks: Checks, dtype: Any) -> None:
         function(kept, pairs)
         return kept
 
-    checks.check(
-        "copy_blocks, chained",
-        lambda c=copied: c(copy_blocks.copy_blocks),
-        lambda c=copied: c(copy_blocks.copy_blocks_reference),
-        0.0,
-        name,
-    )
+    checks.both("copy_blocks, chained", copied, (copy_blocks.copy_blocks, copy_blocks.copy_blocks_reference), 0.0, name)
     last = torch.tensor([40, 41, 2**31 - 1, -1, 44], dtype=torch.int32, device=run.device)
     ids = torch.arange(1500, dtype=torch.int32, device=run.device)
     ids[:4] = torch.tensor([-5, -3, -1, -4])
-    checks.check("resolve", lambda: resolve.resolve(ids, last), lambda: resolve_reference.resolve_reference(ids, last), 0.0, "int32")
+    checks.both("resolve", lambda f: f(ids, last), (resolve.resolve, resolve_reference.resolve_reference), 0.0, "int32")
 
 
 def sampling(run: common.Run, checks: Checks) -> None:
@@ -440,9 +412,7 @@ def sampling(run: common.Run, checks: Checks) -> None:
             kept = [i for i in range(found.shape[1]) if i not in numbers]
             return scores.clamp(min=-100), found[:, kept]
 
-        checks.check(
-            f"score, {count_likeliest} likeliest", lambda f=lines: f(logprobs.score), lambda f=lines: f(reference.score), 1e-5, "float32"
-        )
+        checks.both(f"score, {count_likeliest} likeliest", lines, (logprobs.score, reference.score), 1e-5, "float32")
 
 
 def main() -> int:
