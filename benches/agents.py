@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gate_agents import ROOT, USERS, WORKING_SET, chairlift, kv_tokens, llama_cpp, measure, vllm
+from gate_agents import USERS, WORKING_SET, chairlift, kv_tokens, llama_cpp, measure, vllm
+from pages import RESULTS, machine
 from peers.engines import Peer
 from peers.install import HOME, versions
-from scheduler import machine
 
 SERVERS: dict[str, Callable[[int], Peer]] = {
     "Chairlift": partial(chairlift, turns="named"),
@@ -71,7 +71,7 @@ when their contexts exceed the KV that its slots share. Times are seconds.
 |---|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """
-    (ROOT / "benches/results/agents_serving.md").write_text(text)
+    (RESULTS / "agents_serving.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -19,18 +19,15 @@ from typing import Any
 import gguf
 import numpy as np
 from gemma_gguf import joined
-from peers.machine import describe
+from pages import RESULTS, ROOT, kernels
 
 from chairlift import LLM, SamplingParams
-from chairlift._core import instruction_sets
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.runner.build import build_runner
 from chairlift.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benches" / "results" / "arithmetic.md"
 TEXT = (ROOT / "tests" / "data" / "lift.txt").read_text(encoding="utf-8")
 TOKENS, PROMPTS = 400, 24
 """Positions of the text, and prompts that are answered."""
@@ -69,7 +66,7 @@ def make_massive(source: Path, to: Path) -> Path:
 def log_probs(directory: Path, settings: dict[str, Any]) -> np.ndarray:
     """The log-probabilities of the text's tokens, computed in one step, [tokens, vocabulary]."""
     config = EngineConfig(device="cpu", max_model_len=1024, num_kv_blocks=65, max_num_seqs=1, max_num_batched_tokens=1024, **settings)
-    runner = build_runner(config, directory)
+    runner: Any = build_runner(config, directory)
     ids = Tokenizer(directory).encode(TEXT)[:TOKENS]
     count, places, buffers = len(ids), np.arange(len(ids)), runner.buffers[0]
     buffers.input_ids[:count], buffers.positions[:count] = ids, places
@@ -81,7 +78,8 @@ def log_probs(directory: Path, settings: dict[str, Any]) -> np.ndarray:
     runner.model.forward(buffers, count, 1)
     logits = np.array(runner.model.logits(places), dtype=np.float32)
     top = logits.max(-1, keepdims=True)
-    return logits - top - np.log(np.exp(logits.astype(np.float64) - top).sum(-1, keepdims=True)).astype(np.float64)
+    found: np.ndarray = logits - top - np.log(np.exp(logits.astype(np.float64) - top).sum(-1, keepdims=True)).astype(np.float64)
+    return found
 
 
 def divergence(exact: np.ndarray, other: np.ndarray) -> float:
@@ -126,20 +124,19 @@ def main() -> None:
             lines += rows(name, path, args.prompts)
     if args.prompts < PROMPTS:
         return
-    machine = describe()
     text = f"""# Quality of the CPU kernels' arithmetics
 
 Written by `benches/arithmetic.py`. Beside `--cpu-math exact`: KL divergence and equal most likely tokens at {TOKENS} positions of
 tests/data/lift.txt, and equal greedy answers of 64 tokens. The model with massive activations is the default model, in which one number of
 each norm's output is {MASSIVE:.0f} times as large and its weights are zero.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels.
+Machine: {kernels()}.
 
 | model | arithmetic | KL | same most likely token | equal answers |
 |---|---|---|---|---|
 {chr(10).join(lines)}
 """
-    RESULT.write_text(text, encoding="utf-8")
+    (RESULTS / "arithmetic.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

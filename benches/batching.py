@@ -13,12 +13,13 @@ import argparse
 import random
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from scheduler import machine
+from pages import RESULTS, machine
 
 from chairlift import EngineConfig
 from chairlift.bench.traces import TraceRequest
@@ -29,7 +30,6 @@ from chairlift.sim.compare_plot import plot
 from chairlift.sim.live import run_live
 from chairlift.sim.workload import Workload
 
-ROOT = Path(__file__).parent.parent
 SLOTS, PAGED_SLOTS, BLOCK_SIZE = 8, 32, 16
 RATE, PROMPT, TIMEOUT_MS = 12.0, 64, 500.0
 HEADER = ["", "tokens/s", "latency p50, s", "p95, s", "slot utilisation", "KV waste"]
@@ -52,9 +52,9 @@ class Mix:
         """The modes, from the slowest on."""
         # One block of --num-kv-blocks is scratch space.
         common = EngineConfig(max_model_len=self.context, enable_prefix_caching=False, max_num_seqs=SLOTS)
-        whole = {"block_size": self.context, "num_kv_blocks": SLOTS + 1, "kv_reservation": "max-tokens"}
+        whole: dict[str, Any] = {"block_size": self.context, "num_kv_blocks": SLOTS + 1, "kv_reservation": "max-tokens"}
         paged = {"block_size": BLOCK_SIZE, "num_kv_blocks": 1 + SLOTS * self.context // BLOCK_SIZE, "max_num_seqs": PAGED_SLOTS}
-        modes = {
+        modes: dict[str, tuple[str, dict[str, Any]]] = {
             "no batching": ("One request at a time.", {**whole, "max_num_seqs": 1}),
             "static": (
                 "A batch starts with the requests that are waiting. None joins until all have finished.",
@@ -67,11 +67,7 @@ class Mix:
             "continuous": ("A waiting request joins at the next step. Each reserves the longest context.", whole),
             "continuous, paged": ("As before. A request holds KV blocks for the tokens that it has.", paged),
         }
-        return [Variant(name, name.capitalize(), text, _with(common, settings)) for name, (text, settings) in modes.items()]
-
-
-def _with(config: EngineConfig, settings: dict[str, object]) -> EngineConfig:
-    return EngineConfig(**{**{name: getattr(config, name) for name in config.__dataclass_fields__}, **settings})  # type: ignore[arg-type]
+        return [Variant(name, name.capitalize(), text, replace(common, **settings)) for name, (text, settings) in modes.items()]
 
 
 def mixes(requests: int) -> list[Mix]:
@@ -166,7 +162,7 @@ def main() -> None:
     arguments = parser.parse_args()
     described = mixes(arguments.requests)
     results = {mix.name: measured(mix, arguments.repeats) for mix in described}
-    out = arguments.out or ROOT / "benches/results"
+    out = arguments.out or RESULTS
     out.mkdir(parents=True, exist_ok=True)
     (out / "batching.md").write_text(report(results, described, arguments.requests, arguments.repeats))
     drawn = [each[0].result for name, each in results["skewed"].items() if name != "no batching"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
+from pages import ROOT, say, write
 from traces import CODE, CONV, mooncake, workload
 
 from chairlift.bench.report.plot import HEIGHT, WIDTH, Axis, Curve, Plot
@@ -24,8 +25,7 @@ from chairlift.sim.result import Result
 from chairlift.sim.run import machine, run, simulate
 from chairlift.sim.workload import Workload
 
-ROOT = Path(__file__).parent.parent
-IMAGES, RESULT = ROOT / "docs" / "images", ROOT / "benches" / "results" / "capacity.md"
+IMAGES = ROOT / "docs" / "images"
 MODEL = "Llama-3.1-8B"
 MACHINES = ("L4", "A10G", "RTX4090", "A100", "H100", "H200")
 TTFT, ITL = 2.0, 0.1
@@ -73,6 +73,12 @@ def save(name: str, plot: Plot) -> None:
     (IMAGES / f"capacity_{name}.svg").write_text(drawn[:at] + paper + drawn[at:].replace("</svg>", key + "</svg>") + "\n")
 
 
+def curve(name: str, points: list[tuple[float, float]], colour: int) -> Curve:
+    """A curve through points."""
+    x, y = zip(*points, strict=True)
+    return Curve(name, x, y, colour=colour)
+
+
 def machines(traces: dict[str, Workload]) -> list[str]:
     """The ceilings of each machine for each trace, at the best size of a step, and how full it is there."""
     lines = [f"| machine | {' | '.join(f'{name}: requests a second | tokens a step | KV held, most | batch' for name in traces)} |"]
@@ -108,7 +114,7 @@ def knee(trace: Workload) -> list[str]:
             points.append((scale * own, float(ttft[int(0.95 * len(ttft))])))
             if points[-1][1] > 100:
                 break
-        curves.append(Curve(name, *zip(*points, strict=True), colour=colour))
+        curves.append(curve(name, points, colour))
         rate, best = ceiling(trace, "A100", **settings)
         lines.append(f"| {name} | {f'{rate:.2f}' if best else f'none, down to {rate:.2f}'} |")
     save("knee", Plot("Time to first token by rate", "", Axis("requests a second", log=True), Axis("TTFT p95", "s", log=True), curves))
@@ -129,7 +135,7 @@ def fleet(trace: Workload) -> list[str]:
             lines.append(
                 f"| {replicas} | {routing} | {figures['ttft_p50_s']:.2f} s | {figures['ttft_p99_s']:.2f} s | {points[-1][1]:.1%} |"
             )
-        curves.append(Curve(routing, *zip(*points, strict=True), colour=colour))
+        curves.append(curve(routing, points, colour))
     save("fleet", Plot("Prefix cache by router", "", Axis("replicas", log=True), Axis("prompt tokens found in cache", "%"), curves))
     return lines
 
@@ -140,11 +146,11 @@ def million(trace: Workload, requests: int) -> list[str]:
     scale = 16
     result = simulate(trace, model=MODEL, device="H100", replicas=16, routing="least-loaded", rate_scale=scale, requests=requests)
     wall = time.perf_counter() - began
-    figures = result.figures()
+    p50, p99 = (1000 * (result.figures()[name] or 0) for name in ("ttft_p50_s", "ttft_p99_s"))
     return [
         f"{requests:,} requests (azure2023_conv at {scale} times its rate, repeated) on 16 H100s behind the least-loaded router:\n"
         f"{wall:.0f} s on this machine, {result.decisions / wall / 1e6:.2f} million decisions a second, {result.span / wall:.0f} times "
-        f"real time for all 16 together.\nTTFT p50 {figures['ttft_p50_s'] * 1000:.0f} ms, p99 {figures['ttft_p99_s'] * 1000:.0f} ms."
+        f"real time for all 16 together.\nTTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms."
     ]
 
 
@@ -155,10 +161,6 @@ def speed(trace: Workload) -> list[str]:
         result = simulate(trace, model=MODEL, device=on)
         lines.append(f"| {on} | {result.decisions / result.wall / 1e6:.2f} million | {result.span / result.wall:,.0f} |")
     return lines
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def section(title: str, lines: Iterable[str]) -> str:
@@ -182,8 +184,7 @@ def main() -> None:
         section("A fleet", million(conv, args.requests)),
         section("Speed of the simulator, azure2023_conv", speed(conv)),
     ]
-    RESULT.write_text("\n".join(parts))
-    print(RESULT.read_text())
+    write("capacity.md", parts)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
-from scheduler import machine
-from streams import PEER, ROOT, server
+from pages import machine, write
+from streams import PEER, paced
 
 from chairlift.bench import load
 from chairlift.bench.client import StreamReader, Target
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the pieces, once; nothing is written")
     quick = parser.parse_args().quick
     tokens, rounds = (100, 1) if quick else (1000, 3)
-    with server(["-c", PEER, "{port}", EVENT, str(tokens), "httptools"], PACED_MS=str(PACE_MS)) as (port, _):
+    with paced(PACE_MS, "-c", PEER, "{port}", EVENT, str(tokens), "httptools") as (port, _):
         # In turns, so that what disturbs the machine disturbs them all.
         found = [{name: cost(client, port) for name, client in CLIENTS.items()} for _ in range(rounds)]
     best = {name: min(costs[name] for costs in found) for name in CLIENTS}
@@ -131,12 +131,12 @@ def main() -> None:
         "|---|---|---|---|",
         *(f"| {name} | {took:.1f} | {1e6 / took:,.0f} | {took / floor:.2f} |" for name, (took, _) in best.items()),
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
     for name, (_, pieces) in best.items():
         assert pieces == STREAMS * tokens, f"{name}: {pieces} pieces"
-    if not quick:
-        (ROOT / "benches" / "results" / "client.md").write_text(text)
+    if quick:
+        print("\n".join(lines))
+    else:
+        write("client.md", lines)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,14 @@ import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+from pages import machine, write
 from peers.client import Answer, answered
 from peers.engines import Peer, Run, flagged
 from peers.install import HF, versions
 from peers.workload import Request, english
-from scheduler import machine
 
-RESULT = Path(__file__).parent / "results" / "context.md"
 PROMPT, ANSWER = 4000, 32
 """Tokens of the long prompt and of its answer."""
 SHARED, OWN, OUTPUT = 1024, 64, 32
@@ -83,7 +81,7 @@ def median(repeats: list[Measured]) -> Measured:
     return Measured(*(statistics.median(getattr(one, field) for one in repeats) for field in Measured.__annotations__))
 
 
-def page(found: dict[str, list[Measured]], rounds: int) -> str:
+def page(found: dict[str, list[Measured]], rounds: int) -> list[str]:
     """What is written."""
     medians = {name: median(repeats) for name, repeats in found.items()}
     peer = medians["vLLM bf16"]
@@ -104,7 +102,7 @@ def page(found: dict[str, list[Measured]], rounds: int) -> str:
             f"{mine:.2f} | {mine / theirs:.2f}" for mine, theirs in ((one.prompt_ttft, peer.prompt_ttft), (one.burst, peer.burst))
         )
         lines.append(f"| {name} | {prompt} | {1000 * one.prompt_tpot:.1f} | {burst} | {1000 * one.paced_ttft:.0f} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
@@ -121,8 +119,7 @@ def main() -> None:
                 run([Request(list(itertools.islice(words, 256)), 8, 0.0)], None)
                 found[name] += [measure(run, words) for _ in range(REPEATS)]
             print(turn, name, found[name][-REPEATS:], flush=True)
-    RESULT.write_text(page(found, args.rounds), encoding="utf-8")
-    print(RESULT.read_text(encoding="utf-8"))
+    write("context.md", page(found, args.rounds))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scheduler import machine
+from pages import RESULTS, ROOT, machine, write
 
 from chairlift import LLM, SamplingParams, _core
 from chairlift.config import DEFAULT_MODEL
@@ -31,7 +31,6 @@ from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.sim.devices import Profile
 from chairlift.sim.steps import Load, StepTime
 
-ROOT = Path(__file__).parent.parent
 STREAMS = (1, 4, 16, 64)
 OUTPUT = 128
 FEW, SHORT = 4, 48
@@ -180,7 +179,7 @@ class Counts:
 def replay(prompt: list[int], answers: list[list[int]], draft_tokens: int, step: StepTime = STEP) -> Counts:
     """Serves recorded answers together, with the scheduler and the drafter, and steps that take what `step` says of their tokens."""
     streams, max_tokens, blocks = len(answers), 2048, MODEL_LEN // 16
-    layout = {
+    layout: dict[str, Any] = {
         "num_kv_blocks": streams * blocks + 1,
         "block_size": 16,
         "max_num_seqs": streams,
@@ -224,8 +223,8 @@ def rows(model: str, streams: Sequence[int], rounds: int, steps: Mapping[str, St
 
     Each round runs all cells, so that the drafter comes to each from another number of streams.
     """
-    on = {"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}
-    engines = [LLM(model, max_model_len=MODEL_LEN, speculative_config=config) for config in ({"method": "off"}, on)]
+    configs: list[dict[str, str | int]] = [{"method": "off"}, {"method": "auto", "num_speculative_tokens": DRAFT_TOKENS}]
+    engines = [LLM(model, max_model_len=MODEL_LEN, speculative_config=config) for config in configs]
     tokenizer, prompts = engines[0].tokenizer, {}
     for task, text in PROMPTS.items():
         chats = tokenizer.template_source is not None
@@ -275,9 +274,8 @@ def main() -> None:
         for line in rows(model, arguments.streams, arguments.rounds, steps):
             lines.append(line)
             print(line, flush=True)
-        (ROOT / "benches/results/drafts.md").write_text("\n".join(lines) + "\n")  # in case that the next model is interrupted
-    lines += drafter_lines()
-    (ROOT / "benches/results/drafts.md").write_text("\n".join(lines) + "\n")
+        (RESULTS / "drafts.md").write_text("\n".join(lines) + "\n")  # in case that the next model is interrupted
+    write("drafts.md", lines + drafter_lines())
 
 
 if __name__ == "__main__":

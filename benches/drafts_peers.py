@@ -13,19 +13,17 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from drafts import DRAFT_TOKENS, OUTPUT, TASKS
+from pages import RESULTS, machine
 from peers.client import answered
 from peers.engines import PEERS, Peer, Run, flagged
 from peers.install import HF, versions
 from peers.machine import Busy
 from peers.workload import Request
-from scheduler import machine
 
 from chairlift.tokenizer import Tokenizer
 
-RESULT = Path(__file__).parent / "results" / "drafts_peers.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS}
 
 
@@ -90,7 +88,7 @@ vLLM's {DRAFT_TOKENS} tokens from matches of 2 to 4, which has none.
 | task | streams | engine | tokens/s, off | tokens/s, on | gain, wall clock | gain, processor time |
 |---|---|---|---|---|---|---|
 """
-    RESULT.write_text(head + "\n".join(sorted(rows, key=order.__getitem__)) + "\n")
+    (RESULTS / "drafts_peers.md").write_text(head + "\n".join(sorted(rows, key=order.__getitem__)) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import random
 import re
 import subprocess
@@ -22,10 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from scheduler import machine
-from start import listening
+from pages import ROOT, machine, write
+from servers import server
 
-ROOT = Path(__file__).parent.parent
 SETS = {"short": (200, 4, 12), "medium": (60, 20, 40), "long": (24, 110, 140)}
 """Texts of a set, and the least and most words of each."""
 RUNS = 3
@@ -73,24 +73,19 @@ def best(work: Callable[[], object]) -> float:
 
 def served(model: str, threads: int, sets: dict[str, list[str]]) -> dict[str, float]:
     """Seconds of one request for each set."""
-    command = [sys.executable, "-P", "-m", "chairlift", "serve", model, "--port", "0", "--threads", str(threads), "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            connection = http.client.HTTPConnection(listening(process))
+    command = [sys.executable, "-P", "-m", "chairlift", "serve", model, "--port", "{port}", "--threads", str(threads), "--device", "cpu"]
+    with server(command, log=Path(os.devnull)) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
 
-            def ask(some: list[str]) -> None:
-                body = json.dumps({"input": some, "encoding_format": "base64"})
-                connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
-                answer = connection.getresponse()
-                text = answer.read()
-                if answer.status != 200:
-                    raise SystemExit(text.decode())
+        def ask(some: list[str]) -> None:
+            body = json.dumps({"input": some, "encoding_format": "base64"})
+            connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+            if answer.status != 200:
+                raise SystemExit(text.decode())
 
-            return {name: best(lambda some=some: ask(some)) for name, some in sets.items()}  # type: ignore[misc]
-        finally:
-            process.terminate()
-            process.stderr.read()
+        return {name: best(lambda some=some: ask(some)) for name, some in sets.items()}  # type: ignore[misc]
 
 
 def main() -> None:
@@ -120,8 +115,7 @@ def main() -> None:
         rates = [len(some) / seconds for seconds in (ours[name], http_seconds[name], peer["seconds"][name])]
         figures = " | ".join(f"{rate:,.0f}" for rate in rates)
         lines.append(f"| {len(some)} {name} | {tokens[name]:.0f} | {figures} | {rates[0] / rates[2]:.2f} | {cosine[name]:.6f} |")
-    (ROOT / "benches" / "results" / "embeddings.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write("embeddings.md", lines)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def interpret_kernels() -> None:
     from chairlift.runner.torch_executor import TorchExecutor
 
     def rotate_and_write(qkv: Any, rotation: Any, keys: Any, values: Any, plan: Any, **rest: Any) -> Any:
-        return rope_write.rope_write(qkv, *rotation, keys, values, plan.slots, **rest)
+        return rope_write.rope_write(qkv, *rotation, keys, values, plan.slots, **rest)  # type: ignore[call-arg]
 
     def unrounded(kernel: Callable[..., Any]) -> Callable[..., Any]:
         """The kernel as its layer is called where no weight is quantised."""
@@ -54,8 +54,8 @@ def interpret_kernels() -> None:
         executor.in_kernels = True
         return executor
 
-    llama.rms_norm, llama.add_rms_norm = unrounded(rms_norm.rms_norm), unrounded(rms_norm.add_rms_norm)
-    blocks.activate, blocks.rope_write = unrounded(act_mul.act_mul), rotate_and_write
+    llama.rms_norm, llama.add_rms_norm = unrounded(rms_norm.rms_norm), unrounded(rms_norm.add_rms_norm)  # type: ignore[attr-defined]
+    blocks.activate, blocks.rope_write = unrounded(act_mul.act_mul), rotate_and_write  # type: ignore[attr-defined]
     backend = partial(TorchBackend, load=load, overlaps=False)
     engine_module._build_runner = lambda config, directory, eos, on_phase: build_runner(config, directory, on_phase, backend)
 
@@ -67,7 +67,7 @@ def generate(model: str, way: str, prompts: list[str], count: int) -> list[list[
     if way == "kernels":
         interpret_kernels()
     runner = "rust" if way == "rust" else "torch"
-    sizes = {"max_model_len": 128, "max_num_seqs": len(prompts), "max_num_batched_tokens": 32, "num_kv_blocks": 64}
+    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": len(prompts), "max_num_batched_tokens": 32, "num_kv_blocks": 64}
     with LLM(model, runner=runner, device="cpu", cpu_math="exact", **sizes) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
     return [output.token_ids for output in outputs]
@@ -99,9 +99,8 @@ def main() -> None:
     args = parser.parse_args()
 
     from gemma_gguf import joined
-    from peers.machine import describe
+    from pages import kernels
 
-    from chairlift._core import instruction_sets
     from chairlift.config import DEFAULT_MODEL
 
     lines = []
@@ -113,7 +112,7 @@ def main() -> None:
             found = {way: jobs[name, way].result() for way in WAYS}
             lines.append(f"| {name} | " + " | ".join(equal(found[way], found["torch"]) for way in WAYS) + " |")
             print(lines[-1], flush=True)
-    machine, versions = describe(), ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     text = f"""# Equal tokens from Rust, torch and Triton
 
 Written by `benches/equal_tokens.py`. Greedy, {args.tokens} tokens after each of {len(PROMPTS)} prompts, which run in one batch; equal
@@ -121,7 +120,7 @@ tokens before the first that differs from torch's, over all prompts. The weights
 their values in float32. In Triton's interpreter attention, norms, rotary embeddings, activations and sampling are our kernels, matrix
 products torch's.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels. {versions}.
+Machine: {kernels()}. {versions}.
 
 | model | {" | ".join(WAYS.values())} |
 |---|---|---|---|

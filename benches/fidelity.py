@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from pages import RESULTS, ROOT, say
 from peers.machine import Busy, describe
 from peers.results import DISTURBED
 
@@ -37,9 +37,8 @@ from chairlift.sim.result import Result
 from chairlift.sim.run import simulate
 from chairlift.sim.workload import Workload
 
-ROOT = Path(__file__).parent.parent
 TRACE = ROOT / "tests" / "data" / "traces" / "vtc_arena_27clients.csv.gz"
-RESULT = ROOT / "benches" / "results" / "fidelity.md"
+RESULT = RESULTS / "fidelity.md"
 NOBODY = -1
 """No session: the engine is this very process."""
 
@@ -120,7 +119,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     config = EngineConfig(model=args.model)
-    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     say(f"calibrating for {args.seconds:.0f} s")
     profile = Profile.load(args.profile) if args.profile else calibrate(config, args.seconds)
     trace = Workload.of(read(TRACE)).first(args.requests)

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-from scheduler import machine
-from streams import ROOT, cpu_seconds, server, streams
+from pages import ROOT, machine, write
+from peers.machine import cpu_seconds
+from servers import child, free_port
+from streams import paced, streams
 
 STREAMS = 16
 PACE_MS = 20.0
@@ -85,21 +86,10 @@ def cost(port: int, pids: dict[str, int], tokens: int, header: str = "") -> tupl
     return {name: (cpu_seconds(pid) - before[name]) / (STREAMS * tokens) * 1e6 for name, pid in pids.items()}, event
 
 
-def child(pid: int) -> int:
-    """The process id of a process's only child."""
-    [found] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(found)
-
-
-def run_command(*command: str) -> list[str]:
-    """Arguments of Python that run a command of Chairlift with the paced engine."""
-    return [__file__, "--run", *command]
-
-
 @contextlib.contextmanager
 def one_box(tokens: int) -> Iterator[tuple[Measure, bytes]]:
     """A server and its engine. Yields an event too."""
-    with server(run_command("serve", "--port", "{port}", *FLAGS), PACED_MS=str(PACE_MS)) as (port, pid):
+    with paced(PACE_MS, "paced.py", "serve", "--port", "{port}", *FLAGS) as (port, pid):
         pids = {"server": pid, "engine": child(pid)}
         _, event = cost(port, pids, 20)
         yield lambda: cost(port, pids, tokens)[0], event
@@ -112,12 +102,11 @@ def joined(tokens: int) -> Iterator[Measure]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (directory / "secret").write_text("0123456789abcdef" * 4)
         (directory / "secret").chmod(0o600)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         secret = ["--engine-secret-file", str(directory / "secret")]
         flags = [*FLAGS, "--engine-listen", address, *secret, "--admin-socket", str(directory / "admin")]
-        port, pid = stack.enter_context(server(run_command("serve", "--port", "{port}", *flags), PACED_MS=str(PACE_MS)))
-        command = [sys.executable, *run_command("join", address, *secret)]
+        port, pid = stack.enter_context(paced(PACE_MS, "paced.py", "serve", "--port", "{port}", *flags))
+        command = [sys.executable, "paced.py", "join", address, *secret]
         joining = stack.enter_context(subprocess.Popen(command, env={**os.environ, "PACED_MS": str(PACE_MS)}, cwd=ROOT / "benches"))
         stack.callback(joining.send_signal, signal.SIGTERM)
         admin = stack.enter_context(httpx.Client(transport=httpx.HTTPTransport(uds=str(directory / "admin")), base_url="http://admin"))
@@ -138,8 +127,7 @@ def joined(tokens: int) -> Iterator[Measure]:
 @contextlib.contextmanager
 def ray_serve(event: bytes, tokens: int) -> Iterator[Measure]:
     """Ray Serve's proxy and a replica."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     mark = f"CHAIRLIFT_BENCH_{port}"
     command = [sys.executable, "-c", SERVE, str(port), event.decode(), str(tokens), str(PACE_MS)]
     environment = {**os.environ, mark: "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -197,17 +185,11 @@ def main() -> None:
         line("an engine that has joined over TCP", [other for _, other in chairlift]),
         line("Ray Serve's HTTP proxy and a replica", peers),
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if not quick:
-        (ROOT / "benches" / "results" / "fleet_cpu.md").write_text(text)
+    if quick:
+        print("\n".join(lines))
+    else:
+        write("fleet_cpu.md", lines)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        from chairlift.cli.main import main as run
-        from chairlift.engine.engine_process import EngineProcess
-
-        EngineProcess.command = ("-m", "paced_engine")
-        sys.exit(run(sys.argv[2:]))
     main()

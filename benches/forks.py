@@ -11,26 +11,27 @@ import itertools
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from scheduler import machine
+from pages import machine, write
 
-from chairlift import LLM
+from chairlift import LLM, LiveSequence
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 
-ROOT = Path(__file__).parent.parent
 CONTEXTS = (512, 8192, 32_768, 131_072)
 COUNTS = (1, 16)
 LONGEST = 132_000
 ROUNDS = 500
+T = TypeVar("T")
 
 
-def median_us(fork: Callable[[], object], drop: Callable[[object], None]) -> float:
+def median_us(fork: Callable[[], T], drop: Callable[[T], object]) -> float:
     """Median microseconds of `fork`, whose result `drop` drops in time that does not count."""
     times = []
     for _ in range(ROUNDS):
@@ -39,6 +40,12 @@ def median_us(fork: Callable[[], object], drop: Callable[[object], None]) -> flo
         times.append((time.perf_counter_ns() - began) / 1000)
         drop(forked)
     return statistics.median(times)
+
+
+def drop_all(forks: list[LiveSequence]) -> None:
+    """Drops forks."""
+    for fork in forks:
+        fork.drop()
 
 
 def model(directory: Path) -> Path:
@@ -63,7 +70,7 @@ def measure(llm: LLM, context: int) -> list[float]:
 
         times = [median_us(fork_held, lambda fork: core.drop_held(fork, now))]
         for count in COUNTS:
-            times.append(median_us(lambda count=count: root.fork(count), lambda forks: [fork.drop() for fork in forks]) / count)
+            times.append(median_us(partial(root.fork, count), drop_all) / count)
         return times
 
 
@@ -78,14 +85,12 @@ def main() -> None:
         "| tokens of context | core | `fork(1)` | `fork(16)` |",
         "|---|---|---|---|",
     ]
-    sizes = {"num_kv_blocks": 10_000, "block_size": 16, "max_model_len": LONGEST, "max_num_batched_tokens": 8192}
+    sizes: dict[str, Any] = {"num_kv_blocks": 10_000, "block_size": 16, "max_model_len": LONGEST, "max_num_batched_tokens": 8192}
     with tempfile.TemporaryDirectory() as folder, LLM(model(Path(folder)), load_format="none", **sizes) as llm:
         for context in CONTEXTS:
             lines.append(f"| {context:,} | {' | '.join(f'{microseconds:.1f}' for microseconds in measure(llm, context))} |")
-    result = "\n".join(lines) + "\n"
-    print(result)
-    (ROOT / "benches" / "results" / "forks.md").write_text(result)
+    write("forks.md", lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import aiohttp
-from scheduler import machine
+from pages import RESULTS, machine
+from servers import server
 
-ROOT = Path(__file__).parent.parent
 STREAMS = {1: 50.0, 64: 50.0, 1000: 5.0}
 """Streams at a time → events a second of each."""
 STARTS = 50.0
@@ -138,22 +139,18 @@ def main() -> None:
     upstream = subprocess.Popen([sys.executable, __file__, "--upstream"], stdout=subprocess.PIPE, text=True)
     assert upstream.stdout is not None
     direct = f"http://127.0.0.1:{upstream.stdout.readline().strip()}"
-    with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "chairlift", "gate", "--upstream", direct, "--port", "0", "--max-num-seqs", "2000"]
-        gate = subprocess.Popen(command, stderr=log)
-        found = None
-        while found is None:
-            time.sleep(0.1)
-            log.seek(0)
-            found = re.search(r"listening on (http://[^/]+)", log.read())
+    command = [sys.executable, "-m", "chairlift", "gate", "--upstream", direct, "--port", "{port}", "--max-num-seqs", "2000"]
     rows = []
-    try:
-        asyncio.run(run(found[1], 8, 50.0, 1.0, gate.pid))  # imports what the first requests need
+    with contextlib.ExitStack() as stack:
+        stack.callback(upstream.terminate)
+        port, gate = stack.enter_context(server(command, log=Path(os.devnull)))
+        through = f"http://127.0.0.1:{port}"
+        asyncio.run(run(through, 8, 50.0, 1.0, gate.pid))  # imports what the first requests need
         for streams, rate in STREAMS.items():
             # One stream at a time has one first event: it is repeated.
             rounds, seconds = (20, 1.0) if streams == 1 else (1, args.seconds)
             direct_runs, gate_runs = (
-                [asyncio.run(run(address, streams, rate, seconds, gate.pid)) for _ in range(rounds)] for address in (direct, found[1])
+                [asyncio.run(run(address, streams, rate, seconds, gate.pid)) for _ in range(rounds)] for address in (direct, through)
             )
             cells = [
                 f"{streams} x {rate:g}/s",
@@ -165,9 +162,6 @@ def main() -> None:
                     cells.append(f"{percent(times, 0.5):.2f}, {percent(times, 0.99):.1f}")
             rows.append(f"| {' | '.join(cells)} |")
             print(rows[-1], flush=True)
-    finally:
-        gate.terminate()
-        upstream.terminate()
     text = f"""# The gate
 
 Written by benches/gate.py on {machine()}; aiohttp {aiohttp.__version__}. An upstream that only sends events at a pace, the gate and the
@@ -180,7 +174,7 @@ client share the machine. Milliseconds at p50 and p99: to the first event, and b
 {STARTS:g} streams begin in a second. The CPU time is that of the gate's server process: of an event while all streams run, with what the
 gate does beside, and of a request while they begin.
 """
-    (ROOT / "benches/results/gate.md").write_text(text)
+    (RESULTS / "gate.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -12,30 +12,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peers.engines import Peer, chairlift_server, end, llama_server, vllm_server
+from pages import RESULTS, machine
+from peers.engines import Peer, chairlift_server, llama_server, vllm_server
 from peers.install import HF, HOME, gguf, versions
 from peers.machine import describe
-from scheduler import machine
+from servers import server
 
-ROOT = Path(__file__).parent.parent
 WORKING_SET = 15_787
 """Mean tokens of the contexts of eight users of agents_small.jsonl.gz, as `chairlift simulate` gives it."""
 USERS, LONGEST = 8, 8192
 HAS_BF16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(describe()["flags"])
 """Whether this processor multiplies numbers in bf16. On others vLLM is faster in float32."""
 PARTS = {"half": 0.5, "three quarters": 0.75, "all": 2.0}
-START_SECONDS = 300
 
 
 def kv_tokens(share: float) -> int:
@@ -65,42 +60,22 @@ def chairlift(tokens: int, turns: str = "off") -> Peer:
 SERVERS: dict[str, Callable[[int], Peer]] = {"llama.cpp": llama_cpp, "vLLM": vllm, "Chairlift without turns": chairlift}
 
 
-@contextlib.contextmanager
-def running(command: Sequence[str], environ: dict[str, str], log: Path, ready: str) -> Iterator[str]:
-    """Runs a server until it is left; yields its address when the page `ready` is there."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        filled = [part.replace("{port}", str(port)) for part in command]
-        process = subprocess.Popen(filled, env={**os.environ, **environ}, stdout=output, stderr=output, start_new_session=True)
-    try:
-        until = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(address + ready, timeout=10):
-                break
-            if process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"{command[0]} has not started: see {log}")
-            time.sleep(0.5)
-        yield address
-    finally:
-        end(process)
-
-
 def measure(peer: Peer, tokens: int, *, gate: bool, trace: str, seconds: float, state: Path) -> dict[str, Any]:
     """The figures of one run, as `bench serve` saves them."""
     run = [sys.executable, "-m", "chairlift"]
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(running(peer.command, peer.environ, state / "server.log", "/health"))
+        port, _ = stack.enter_context(server(peer.command, "/health", state / "server.log", environ=peer.environ))
         if gate:
             # llama.cpp does not tell how much KV its slots share.
-            command = [*run, "gate", "--upstream", address, "--upstream-kv-tokens", str(tokens), "--port", "{port}"]
-            address = stack.enter_context(running(command, {}, state / "gate.log", "/ready"))
+            upstream = ["--upstream", f"http://127.0.0.1:{port}", "--upstream-kv-tokens", str(tokens)]
+            port, _ = stack.enter_context(server([*run, "gate", *upstream, "--port", "{port}"], log=state / "gate.log"))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         load = ["--sessions", trace, "--users", str(USERS), "--duration", str(seconds), "--max-think-time", "3.75", "--ignore-eos"]
         save = ["--disable-tqdm", "--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         # Its status is 1 if requests failed: that is a result too.
-        subprocess.run([*run, "bench", "serve", "--base-url", address, *load, *save], check=False, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*run, "bench", "serve", "--base-url", f"http://127.0.0.1:{port}", *load, *save], check=False, stdout=subprocess.DEVNULL
+        )
         figures: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
     return figures
 
@@ -135,22 +110,20 @@ def main() -> None:
     kept = args.state / "gate_agents.jsonl"
     done = {tuple(key): figures for key, figures in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
     rows = []
-    for server in args.servers:
+    for name in args.servers:
         for part, share in PARTS.items():
             for gate in (False, True):
-                key = (server, part, gate, args.seconds)
+                key = (name, part, gate, args.seconds)
                 if key not in done:
                     tokens = kv_tokens(share)
-                    done[key] = measure(
-                        SERVERS[server](tokens), tokens, gate=gate, trace=args.trace, seconds=args.seconds, state=args.state
-                    )
+                    done[key] = measure(SERVERS[name](tokens), tokens, gate=gate, trace=args.trace, seconds=args.seconds, state=args.state)
                     with kept.open("a") as file:
                         file.write(json.dumps([key, done[key]]) + "\n")
-            rows.append(row(server, part, done[server, part, False, args.seconds], done[server, part, True, args.seconds]))
+            rows.append(row(name, part, done[name, part, False, args.seconds], done[name, part, True, args.seconds]))
             print(rows[-1], flush=True)
     text = f"""# Agents, direct and through the gate
 
-Written by benches/gate_agents.py on {machine()}; {", ".join(f"{name} {version}" for name, version in versions().items())}.
+Written by benches/gate_agents.py on {machine()}; {", ".join(map(" ".join, versions().items()))}.
 {USERS} users run recorded sessions for {args.seconds:g} s, one run each. KV is the part of their contexts ({WORKING_SET:,} tokens) that
 the server's cache holds.
 Pairs are direct and through the gate; times are seconds. There is no ratio where no request was answered: llama.cpp ends all running
@@ -160,7 +133,7 @@ requests with an error when their contexts exceed the KV that its slots share.
 |---|---|---|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """
-    (ROOT / "benches/results/gate_agents.md").write_text(text)
+    (RESULTS / "gate_agents.md").write_text(text)
 
 
 if __name__ == "__main__":

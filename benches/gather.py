@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
-from pathlib import Path
+
+from peers.machine import cpu_seconds
 
 from chairlift import AsyncEngine, SamplingParams, Scheduling
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.scheduling import LONGEST_MS
 
 REQUESTS, GAP, OUTPUT, DEADLINE_MS = 60, 0.4, 16, 4000.0
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 async def run(model: str, gather_ms: float | None) -> tuple[float, float]:

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.machine import describe
+from pages import kernels
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, SamplingParams
-from chairlift._core import instruction_sets
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf import GGUFTensors
 from chairlift.checkpoint.locate import locate
@@ -68,7 +67,8 @@ def reference(directory: Path) -> Any:
     with tempfile.TemporaryDirectory() as whole:
         save_file({name: tensors.values(name) for name in tensors.entries}, Path(whole) / "model.safetensors", metadata={"format": "pt"})
         (Path(whole) / "config.json").write_bytes((directory / "config.json").read_bytes())
-        return AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+        return model.eval()
 
 
 def generated(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -98,7 +98,7 @@ def main() -> None:
         llm = LLM(str(path), cpu_math="exact", enable_prefix_caching=False, max_model_len=4096)
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True))
         theirs = reference(directory)
-        machine, lines = describe(), []
+        lines = []
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             ids, ours = list(output.prompt_token_ids), list(output.token_ids)
             expected = generated(theirs, ids, args.tokens)
@@ -117,7 +117,7 @@ def main() -> None:
 Written by `benches/gemma_gguf.py`. Greedy, {args.tokens} tokens after each prompt, all prompts in one batch, against transformers'
 `generate` on the dequantised weights in float32, one prompt at a time.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {instruction_sets()[0]} kernels.
+Machine: {kernels()}.
 
 | prompt | its tokens | equal tokens of {args.tokens} |
 |---|---|---|

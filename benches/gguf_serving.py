@@ -23,15 +23,13 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from pages import kernels, write
 from peers import install
 from peers.client import answered
 from peers.engines import Peer, Run, chairlift_server, llama_server, openvino_engine, vllm_server
-from peers.machine import describe, peaks
+from peers.machine import peaks, session_memory
 from peers.workload import Request
 
-from chairlift._core import instruction_sets
-
-RESULT = Path(__file__).parent / "results" / "gguf_serving.md"
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 2048, 8192, 16, 32, 8, 64, 8192
 """The large model. Its tokenizer is the default model's."""
 PROMPT, OUTPUT = 128, 48
@@ -167,21 +165,6 @@ def engines(file: Path) -> dict[str, Peer]:
     }
 
 
-def memory(session: int) -> tuple[float, float]:
-    """Anonymous and all memory of a session's processes, in MB; what several share counts in parts."""
-    sizes = {"Pss_Anon": 0, "Pss": 0}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == session:
-                lines = (line.split() for line in (stat.parent / "smaps_rollup").read_text().splitlines()[1:])
-                for name, size in ((words[0].rstrip(":"), int(words[1])) for words in lines):
-                    if name in sizes:
-                        sizes[name] += size
-        except (OSError, IndexError):
-            continue
-    return sizes["Pss_Anon"] * 1024 / 1e6, sizes["Pss"] * 1024 / 1e6
-
-
 def prompts(streams: int, seed: int) -> list[Request]:
     """Requests of random tokens, no two alike."""
     draw = random.Random(seed)
@@ -207,7 +190,7 @@ def measure(files: dict[str, Path]) -> dict[str, dict[str, Found]]:
                 found = everything[name][engine]
                 with peer.running() as (run, session, start):
                     found.start.append(start)
-                    anonymous, resident = memory(session)
+                    anonymous, resident = session_memory(session)
                     found.anonymous.append(anonymous)
                     found.resident.append(resident)
                     run(prompts(1, -1), None)
@@ -248,7 +231,7 @@ def main() -> None:
     files = {"Llama of 1.07 billion random parameters, Q4_K_M": large_model()}
     if args.gemma:
         files["Gemma 3 270M, Q4_K_M"] = args.gemma
-    machine, load, peak = describe(), os.getloadavg()[0], peaks()
+    load, peak = os.getloadavg()[0], peaks()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["CHAIRLIFT_CACHE_DIR"] = cache
         found = measure(files)
@@ -262,14 +245,13 @@ def main() -> None:
         "Chairlift drafts by prompt lookup, its default, and the others do not: greedy answers of random weights and to random prompts",
         "repeat, so one stream gains much by it. vLLM and OpenVINO have a model of the file's shape in their own formats, and 4 GB for KV.",
         "",
-        f"Machine: {machine['cpu']}, {machine['cores']} cores, {instruction_sets()[0]} kernels; {peak['read_gb_s']} GB/s read,",
+        f"Machine: {kernels()}; {peak['read_gb_s']} GB/s read,",
         f"{peak['fp32_gflop_s']} GFLOP/s in fp32 through torch. {TURNS} turns; load average before {load:.1f}.",
         ", ".join(f"{name} {version}" for name, version in install.versions().items() if name in PACKAGES) + ".",
     ]
     for name, file in files.items():
         lines += ["", f"## {name}", "", *table(file, found[name])]
-    RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(RESULT.read_text(encoding="utf-8"))
+    write("gguf_serving.md", lines)
 
 
 if __name__ == "__main__":

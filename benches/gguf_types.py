@@ -7,19 +7,18 @@ sixteen: the time of those, times four, plus that of the head. Takes about a min
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from peers.machine import describe
+from pages import write
+from peers.machine import best, describe
 
 from chairlift import _core
 from chairlift.runner.gguf_grids import GRID_TYPES, provide_grids
 
-OUT = Path(__file__).parent / "results" / "gguf_types.md"
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 8192, 32, 8, 64, 32000
 LAYERS, MEASURED = 16, 4
 ROWS = (1, 2, 4, 16, 64)
@@ -98,22 +97,11 @@ def decoder(kind: str, form: str, threads: int, isa: str) -> _core.Decoder:
     )
 
 
-def best(step: Callable[[], None], seconds: float) -> float:
-    """The least time of as many calls as fit into some seconds."""
-    step()
-    least, began = float("inf"), time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        at = time.perf_counter()
-        step()
-        least = min(least, time.perf_counter() - at)
-    return least
-
-
 def measure(model: _core.Decoder, rows: int, seconds: float) -> float:
     """Seconds of a step of the whole model, the layers that were not made counted."""
     cache = _core.KvCache(parts=[(MEASURED, KV_HEADS, HEAD_DIM, None)], blocks=rows + 1, block_size=16, dtype="float32")
     at = np.arange(rows, dtype=np.int32)
-    arrays = {
+    arrays: dict[str, Any] = {
         "input_ids": at,
         "positions": at * 0,
         "slot_mapping": (at + 1) * 16,
@@ -156,7 +144,7 @@ def main() -> None:
         lines.append(f"| {name} | {isa} | " + " | ".join(f"{rate:.1f}" for rate in rates) + " |")
         print(lines[-1], flush=True)
         del model
-    OUT.write_text("\n".join(lines) + "\n")
+    write("gguf_types.md", lines)
 
 
 if __name__ == "__main__":

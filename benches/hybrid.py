@@ -16,20 +16,17 @@ import json
 import os
 import random
 import re
-import socket
 import statistics
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from peers.engines import chairlift_server
 from peers.machine import describe, session_seconds
 from random_gguf import Q4, Tensors, attention_tensors, expert_tensors, mlp_tensors, write
+from servers import server
 
 PROMPT, TURN, ANSWER, TURNS, STREAMS, ROUNDS = 4000, 200, 32, 8, 16, 3
 
@@ -156,14 +153,14 @@ MODELS = {"LFM2-8B-A1B": lfm2, "Qwen3.5-4B": qwen, "Qwen3.6-35B-A3B": qwen_moe, 
 
 
 class Server:
-    """A server's process, which leads a session of its own, and its port."""
+    """A server's port and session."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self.process, self.port = process, port
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        self.port, self.session = port, process.pid
 
     def cpu(self) -> float:
         """CPU seconds of the process and its children."""
-        return session_seconds(self.process.pid)
+        return session_seconds(self.session)
 
     def ask(self, prompt: list[int], count: int) -> tuple[float, int, list[int]]:
         """CPU seconds until the first of `count` tokens, the tokens of the prompt that were cached, and the answer's."""
@@ -189,33 +186,7 @@ def token_ids(text: str) -> list[int]:
     return [int(number) + 2 for number in re.findall(r"t(\d+)", text)]
 
 
-@contextmanager
-def served(command: list[str]) -> Iterator[Server]:
-    """A server that is ready. `command` has `{port}` in it where it listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [part.replace("{port}", str(port)) for part in command]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "python")}
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        for _ in range(600):
-            try:
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    break
-            except OSError:
-                pass
-            if process.poll() is not None:
-                raise SystemExit(f"{command[0]} ended with {process.returncode}")
-            time.sleep(0.5)
-        yield Server(process, port)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def measure(server: Server, seed: int, *, answers: bool) -> dict[str, float]:
+def measure(served: Server, seed: int, *, answers: bool) -> dict[str, float]:
     """CPU seconds of each case. `answers` is whether a conversation's turns have the answers before them."""
     numbers = random.Random(seed)
     found: dict[str, float] = {}
@@ -224,21 +195,21 @@ def measure(server: Server, seed: int, *, answers: bool) -> dict[str, float]:
         return [numbers.randrange(1000, 60000) for _ in range(count)]
 
     def timed(name: str, prompts: list[list[int]], count: int) -> None:
-        before = server.cpu()
-        threads = [threading.Thread(target=server.ask, args=(prompt, count)) for prompt in prompts]
+        before = served.cpu()
+        threads = [threading.Thread(target=served.ask, args=(prompt, count)) for prompt in prompts]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        found[name] = server.cpu() - before
+        found[name] = served.cpu() - before
 
     timed("warm", [draw(64)], 8)
     timed("one", [draw(8)], 64)
     timed("streams", [draw(8) for _ in range(STREAMS)], 32)
     prompt, firsts, cached, findable = draw(PROMPT), [], 0, 0
     for turn in range(TURNS):
-        before = server.cpu()
-        first, hit, answer = server.ask(prompt, ANSWER)
+        before = served.cpu()
+        first, hit, answer = served.ask(prompt, ANSWER)
         firsts.append(first - before)
         if turn:
             cached, findable = cached + hit, findable + len(prompt) - TURN - 1
@@ -260,15 +231,15 @@ def print_head(rounds: int) -> None:
 def compare(name: str, path: Path, llama_server: Path | None, rounds: int, *, answers: bool = False) -> None:
     """Measures the servers with a file in turns, and prints their rows."""
     # Random weights repeat themselves: drafts would gain what no text gains.
-    ours = chairlift_server(path, "Q4_K", "8 bit", ["--threads", "1", "--speculative-config", '{"method": "off"}']).command
+    ours = chairlift_server(path, "Q4_K", "8 bit", ["--threads", "1", "--speculative-config", '{"method": "off"}'])
     theirs = [str(llama_server), "--model", str(path), "--no-ui", "--log-disable", "--threads", "1", "--threads-batch", "1"]
     theirs += ["--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 6144), "--port", "{port}"]
-    commands = {"chairlift": ours} | ({"llama.cpp": theirs} if llama_server else {})
+    commands = {"chairlift": ours.command} | ({"llama.cpp": theirs} if llama_server else {})
     results: dict[str, list[dict[str, float]]] = {which: [] for which in commands}
     for seed in range(rounds):
         for which, command in commands.items():
-            with served(command) as server:
-                results[which].append(measure(server, seed, answers=answers))
+            with server(command, "/health", Path(os.devnull), environ=ours.environ) as started:
+                results[which].append(measure(Server(*started), seed, answers=answers))
     for which, measured in results.items():
         at = {key: statistics.median(one[key] for one in measured) for key in measured[0]}
         print(

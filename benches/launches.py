@@ -7,11 +7,13 @@ Llama-3.1-8B. Writes benches/results/launches.md; takes ten seconds, and wants t
 from __future__ import annotations
 
 import time
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import triton
-from scheduler import ROOT, machine
+from pages import machine, write
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
@@ -44,9 +46,11 @@ class NoDevice:
 
 def main() -> None:
     """Writes the page."""
-    driver.set_active(NoDevice())
-    CompiledKernel._init_handles = lambda kernel: None
-    CompiledKernel.run = property(lambda kernel: lambda *given: None)
+    active: Any = driver
+    active.set_active(NoDevice())
+    patched: Any = CompiledKernel
+    patched._init_handles = lambda kernel: None
+    patched.run = property(lambda kernel: lambda *given: None)
     hidden, residual, weight = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((SEQS, HIDDEN), (SEQS, HIDDEN), (HIDDEN,)))
     gate_up = torch.zeros(SEQS, 2 * INNER, dtype=torch.bfloat16)
     qkv = torch.zeros(SEQS, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -73,10 +77,9 @@ def main() -> None:
             times.append((time.process_time() - began) / REPEATS)
         return min(times) * 1e6
 
-    remembered, run = microseconds(), CachedLaunch.run
-    CachedLaunch.run = JITFunction.run
-    dispatched = microseconds()
-    CachedLaunch.run = run
+    remembered = microseconds()
+    with mock.patch.object(CachedLaunch, "run", JITFunction.run):
+        dispatched = microseconds()
     lines = [
         "# Launches of a layer",
         "",
@@ -94,9 +97,7 @@ def main() -> None:
             for name, found in (("Triton's dispatch", dispatched), ("remembered", remembered))
         ),
     ]
-    page = "\n".join(lines) + "\n"
-    (ROOT / "benches" / "results" / "launches.md").write_text(page)
-    print(page)
+    write("launches.md", lines)
 
 
 if __name__ == "__main__":

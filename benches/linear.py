@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from pages import write
 from peers.machine import describe, peaks
 from torch.nn import functional
 
@@ -23,7 +25,6 @@ from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.runner.build import build_runner
 from chairlift.runner.runner import ModelRunner
 
-OUT = Path(__file__).parent / "results" / "linear.md"
 ROWS = (1, 4, 16, 64, 256)
 LAYERS, SHAPES, HEAD = 30, ((960, 576), (576, 576), (3072, 576), (576, 1536)), (49152, 576)
 NUMBERS = LAYERS * sum(out * into for out, into in SHAPES) + HEAD[0] * HEAD[1]
@@ -52,7 +53,8 @@ def torch_ways(rows: int) -> dict[str, Step]:
     linears = [torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False) for weight in weights]
     for linear, weight in zip(linears, weights, strict=True):
         linear.weight.data = weight
-    quantised = [torch.ao.nn.quantized.dynamic.Linear.from_float(with_config(linear)) for linear in linears]
+    dynamic: Any = torch.ao.nn.quantized.dynamic.Linear
+    quantised = [dynamic.from_float(with_config(linear)) for linear in linears]
     inputs = {width: torch.randn(rows, width) for width in (576, 1536)}
     turned = {width: x.T.contiguous() for width, x in inputs.items()}
 
@@ -67,13 +69,13 @@ def torch_ways(rows: int) -> dict[str, Step]:
     }
 
 
-def with_config(linear: torch.nn.Linear) -> torch.nn.Linear:
+def with_config(linear: Any) -> Any:
     """A linear layer that says how it is to be quantised."""
     linear.qconfig = torch.ao.quantization.per_channel_dynamic_qconfig
     return linear
 
 
-def runner(directory: Path, settings: dict[str, str]) -> ModelRunner:
+def runner(directory: Path, settings: dict[str, Any]) -> ModelRunner:
     """The default model in one form."""
     return build_runner(EngineConfig(device="cpu", max_num_seqs=256, max_model_len=512, num_kv_blocks=8193, **settings), directory)
 
@@ -142,7 +144,7 @@ def main() -> None:
         numbers = HEAD[0] * HEAD[1] if name.endswith(ALONE) else NUMBERS
         cells = [f"{rows / found[name, rows]:.0f} ({2e-9 * numbers * rows / found[name, rows]:.0f})" for rows in ROWS]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    OUT.write_text("\n".join(lines) + "\n")
+    write("linear.md", lines)
 
 
 if __name__ == "__main__":

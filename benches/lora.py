@@ -16,13 +16,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from scheduler import machine
+from pages import machine, write
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import DEFAULT_MODEL
 from chairlift.models.config import ModelConfig
 
-ROOT = Path(__file__).parent.parent
 STREAMS, PROMPT, OUTPUT, ROUNDS = 16, 32, 96, 7
 COUNTS = (0, 1, 4, 16)
 """Adapters of a run."""
@@ -93,8 +92,7 @@ def main() -> None:
     for count in COUNTS:
         rate = statistics.median(STREAMS * OUTPUT / one[count] for one in rounds)
         lines.append(f"| {count} | {rate:,.0f} | {statistics.median(one[count] / one[0] for one in rounds):.2f} |")
-    (ROOT / "benches" / "results" / "lora.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write("lora.md", lines)
 
 
 if __name__ == "__main__":

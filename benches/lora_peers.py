@@ -21,17 +21,16 @@ from pathlib import Path
 
 import numpy as np
 from lora import write_adapter
+from pages import machine, write
 from peers.client import answered
 from peers.engines import PEERS, Peer, Run, flagged
 from peers.install import HF, HOME, gguf, python, versions
 from peers.machine import Busy
 from peers.workload import Request
-from scheduler import machine
 
 from chairlift.checkpoint.locate import locate
 from chairlift.models.config import ModelConfig
 
-ROOT = Path(__file__).parent.parent
 FOLDER = HOME / "lora"
 STREAMS, PROMPT, OUTPUT, WARM, ROUNDS, RANK = 16, 8, 64, 16, 3, 16
 COUNTS = (0, 1, 16)
@@ -148,8 +147,7 @@ def main() -> None:
     lines += [f"Load average of the machine at the start: {load:.1f}. SmolLM2-135M-Instruct, {args.threads} threads; {STREAMS} streams of"]
     lines += [f"{PROMPT} and {OUTPUT} tokens; adapters of rank {RANK} in bfloat16 on all seven projections. Rounds: {ROUNDS}.", ""]
     lines += table(found)
-    (ROOT / "benches" / "results" / "lora_peers.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write("lora_peers.md", lines)
 
 
 if __name__ == "__main__":

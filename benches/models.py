@@ -20,10 +20,9 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from scheduler import machine
+from pages import machine, write
 
 from chairlift import AsyncEngine, SamplingParams
 from chairlift.bench.traces import TraceRequest
@@ -35,7 +34,6 @@ from chairlift.sim.models import SharedModel, simulate_models
 from chairlift.sim.run import simulate
 from chairlift.sim.shapes import shape
 
-RESULTS = Path(__file__).parent / "results" / "models.md"
 MODELS = ("chat", "code", "embed")
 SECONDS, ROUNDS = 45.0, 2
 """How long requests arrive, and how often both ways are run in turns."""
@@ -187,9 +185,7 @@ def main() -> None:
         f"chat and code are {DEFAULT_MODEL}, embed is {embedder}. Tokens of prompt and output: {sizes}.",
         "",
     ]
-    text = "\n".join(head + lines).rstrip() + "\n"
-    print(text)
-    RESULTS.write_text(text)
+    write("models.md", head + lines)
 
 
 if __name__ == "__main__":

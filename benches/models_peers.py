@@ -17,9 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,16 +27,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pages import machine, write
 from peers import client
 from peers.install import HOME, gguf, llama_bin, python, versions
+from peers.machine import session_memory
 from peers.workload import Request
-from scheduler import machine
+from servers import server
 
 from chairlift.bench.traces import TraceRequest
 from chairlift.config import DEFAULT_MODEL
 from models import MODELS, SIZES, Times, Trace, bursts, request, skewed
 
-RESULTS = Path(__file__).parent / "results" / "models_peers.md"
 SECONDS, ROUNDS = 24.0, 2
 """How long requests arrive, and how often each way is run, in turns."""
 THREADS, STREAMS, LONGEST, KV_BYTES = 2, 8, 1024, 1 << 29
@@ -75,9 +73,9 @@ def ways(files: Mapping[str, str], folder: Path) -> dict[str, Way]:
     named = [f"{name}={files[name]}" for name in MODELS]
     length = {name: [] if name == "embed" else ["--max-model-len", str(LONGEST)] for name in MODELS}  # an encoder has fewer
     preset = folder / "models.ini"
-    every = {"ctx-size": STREAMS * LONGEST, "parallel": STREAMS, "threads": THREADS, "threads-batch": THREADS, "cache-ram": 0}
-    every |= {"no-cache-prompt": "true", "slot-prompt-similarity": 0, "load-on-startup": "true"}
-    own = {name: {"model": files[name]} for name in MODELS}
+    every: dict[str, object] = {"ctx-size": STREAMS * LONGEST, "parallel": STREAMS, "threads": THREADS, "threads-batch": THREADS}
+    every |= {"cache-ram": 0, "no-cache-prompt": "true", "slot-prompt-similarity": 0, "load-on-startup": "true"}
+    own: dict[str, dict[str, object]] = {name: {"model": files[name]} for name in MODELS}
     own["embed"] = {"model": files["embed_gguf"], "embeddings": "true", "pooling": "mean"}
     preset.write_text("version = 1\n" + "".join(_section(name, one) for name, one in {"*": every, **own}.items()))
     router = [str(llama_bin("llama-server")), "--models-preset", str(preset), "--host", "127.0.0.1", "--port", "{port}", "--no-ui"]
@@ -107,57 +105,28 @@ def embedder_gguf(directory: str, folder: Path) -> str:
 
 
 class Servers:
-    """The running servers of a way."""
+    """The running servers of a way, which end with the stack."""
 
-    def __init__(self, way: Way, folder: Path) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.ports: dict[str, int] = {}
-        ports = []
-        for command in way.commands:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                ports.append(probe.getsockname()[1])
-            filled = [part.replace("{port}", str(ports[-1])) for part in command]
-            log = (folder / "server.log").open("ab")
-            environ = {**os.environ, **way.environ}
-            self._processes.append(subprocess.Popen(filled, stdout=log, stderr=log, env=environ, start_new_session=True))
-        self.ports = {name: ports[at] for name, at in way.server.items()}
+    def __init__(self, way: Way, folder: Path, stack: contextlib.ExitStack) -> None:
+        started = [
+            stack.enter_context(server(command, "/health", folder / f"server{at}.log", environ=way.environ))
+            for at, command in enumerate(way.commands)
+        ]
+        self._sessions = [process.pid for _, process in started]
+        self.ports = {name: started[at][0] for name, at in way.server.items()}
 
     def wait(self) -> None:
         """Until all models have answered several times, so that step times are learned. Raises SystemExit."""
         deadline = time.monotonic() + 120
         warm = [one for name in MODELS for one in [request(0.0, name)] * WARM]
-        while any(isinstance(one, str) for one in asyncio.run(drive(self.ports, warm))):
-            if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
-                raise SystemExit(f"a server did not start: {asyncio.run(drive(self.ports, warm))}")
+        while errors := [one for one in asyncio.run(drive(self.ports, warm)) if isinstance(one, str)]:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"a server did not start: {errors}")
             time.sleep(0.5)
 
-    def memory(self) -> int:
-        """Bytes: the proportional set sizes of all processes."""
-        sessions = {process.pid for process in self._processes}
-        return sum(_pss(stat.parent) for stat in Path("/proc").glob("[0-9]*/stat") if _session(stat) in sessions)
-
-    def close(self) -> None:
-        """Ends all processes."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _session(stat: Path) -> int:
-    try:
-        return int(stat.read_text().rsplit(")", 1)[1].split()[3])
-    except OSError:
-        return 0
-
-
-def _pss(process: Path) -> int:
-    found = re.search(r"^Pss:\s+(\d+) kB", (process / "smaps_rollup").read_text(), re.M)
-    return int(found[1]) * 1024 if found else 0
+    def memory(self) -> float:
+        """MB: the proportional set sizes of all processes."""
+        return sum(session_memory(session)[1] for session in self._sessions)
 
 
 @dataclass(frozen=True)
@@ -215,10 +184,10 @@ async def _embed(port: int, requests: list[Request]) -> list[client.Answer]:
 
 @dataclass
 class Found:
-    """What was measured of a way: the answers of each trace, with the number of the round, and memory in bytes."""
+    """What was measured of a way: the answers of each trace, with the number of the round, and memory in MB."""
 
     answers: dict[str, list[tuple[int, Done]]]
-    memory: list[int]
+    memory: list[float]
 
     def times(self, trace: str) -> dict[str, Times]:
         """The times to first tokens by model."""
@@ -237,8 +206,8 @@ def measured(files: Mapping[str, str], folder: Path) -> dict[str, Found]:
     found = {name: Found({trace: [] for trace in TRACES}, []) for name in ways(files, folder)}
     for number in range(ROUNDS):
         for name, way in ways(files, folder).items():
-            servers = Servers(way, folder)
-            try:
+            with contextlib.ExitStack() as stack:
+                servers = Servers(way, folder, stack)
                 servers.wait()
                 for title, trace in TRACES.items():
                     for one in asyncio.run(drive(servers.ports, trace)):
@@ -246,9 +215,7 @@ def measured(files: Mapping[str, str], folder: Path) -> dict[str, Found]:
                             raise SystemExit(f"{name}, {title}: {one}")
                         found[name].answers[title].append((number, one))
                 found[name].memory.append(servers.memory())
-            finally:
-                servers.close()
-            print(f"round {number + 1}, {name}: {found[name].memory[-1] / 1e6:,.0f} MB", flush=True)
+            print(f"round {number + 1}, {name}: {found[name].memory[-1]:,.0f} MB", flush=True)
     return found
 
 
@@ -262,7 +229,7 @@ def page(files: Mapping[str, str], folder: Path) -> list[str]:
     lines += ["", "Tokens of prompts and outputs a second until the last answer, and memory, as medians of the rounds:", ""]
     lines += ["| | all at once, tokens/s | skewed, tokens/s | memory, MB |", "|---|---|---|---|"]
     for way, one in found.items():
-        memory = statistics.median(one.memory) / 1e6
+        memory = statistics.median(one.memory)
         lines.append(f"| {way} | {one.speed('all at once'):,.0f} | {one.speed('skewed'):,.0f} | {memory:,.0f} |")
     return lines
 
@@ -288,9 +255,7 @@ def main() -> None:
         f"Every program has {THREADS} threads, and every model up to {STREAMS} sequences of {LONGEST} tokens.",
         "",
     ]
-    text = "\n".join(head + lines).rstrip() + "\n"
-    print(text)
-    RESULTS.write_text(text)
+    write("models_peers.md", head + lines)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def orca() -> Claim:
     arrivals = np.cumsum(dice.exponential(1e6 / 10, REQUESTS)).astype(np.int64)
     prompts, outputs = dice.integers(32, 513, REQUESTS), dice.integers(1, 129, REQUESTS)
     trace = workload(CONV).first(REQUESTS).with_(arrival_us=arrivals, prompt=prompts, output=outputs, most=outputs, names=0)
-    common = {"max_num_seqs": 32, "enable_prefix_caching": False, "kv_reservation": "max-tokens"}
+    common: dict[str, Any] = {"max_num_seqs": 32, "enable_prefix_caching": False, "kv_reservation": "max-tokens"}
     alone = normalised(simulate(trace.faster(0.001), model="Llama-3.1-8B", device="A100", **common))
 
     def rate(**settings: Any) -> float:
@@ -108,7 +108,7 @@ def vllm() -> Claim:
     prompts = np.minimum(trace.column("prompt"), 1500)
     outputs = np.minimum(trace.column("output"), 2048 - prompts)
     trace = trace.with_(prompt=prompts, output=outputs, most=2048 - prompts, names=0)
-    sizes = {"num_kv_blocks": 1001, "max_num_seqs": 256, "max_model_len": 2048, "enable_prefix_caching": False}
+    sizes: dict[str, Any] = {"num_kv_blocks": 1001, "max_num_seqs": 256, "max_model_len": 2048, "enable_prefix_caching": False}
     alone = normalised(simulate(trace.faster(0.001), model="Llama-3.1-8B", device="A100", **sizes))
 
     def rate(reservation: str) -> float:
@@ -249,7 +249,7 @@ def tail() -> list[Claim]:
         trace = workload(path).first(4 * REQUESTS)
         # Output lengths are predicted perfectly.
         trace = trace.with_(predicted=trace.column("output"))
-        limits = {"max_num_seqs": 32, "enable_prefix_caching": False}
+        limits: dict[str, Any] = {"max_num_seqs": 32, "enable_prefix_caching": False}
         numbers, steps = machine("Llama-3.1-8B", "L4", EngineConfig(**limits))
         loaded = trace.faster(largest_rate(trace, lambda one: p99(one.ttft()) <= 20, "Llama-3.1-8B", "L4", **limits))
         found = {policy: run(loaded, numbers | {"scheduling_policy": policy}, steps) for policy in ("shortest", "fcfs")}
@@ -336,8 +336,10 @@ def uncached(turns: list[Turn], capacity: int, threshold: int | None = None, gro
         kept = cached.pop(conversation, 0)
         found.append(prompt - min(kept, shared))
         used += prompt - kept
-        floors = [lambda other: max(0, lengths[other] + growth - threshold)] if threshold is not None else []
-        for floor in (*floors, lambda other: 0):
+        floors: list[Callable[[int], int]] = [lambda other: 0]
+        if threshold is not None:
+            floors.insert(0, lambda other, most=threshold: max(0, lengths[other] + growth - most))  # type: ignore[misc]
+        for floor in floors:
             for other in list(cached) if used > capacity else ():
                 lost = min(used - capacity, max(0, cached[other] - floor(other)))
                 cached[other] -= lost

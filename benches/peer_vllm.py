@@ -28,11 +28,12 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pages import machine, write
 from peers.machine import Busy
 from peers.results import DISTURBED
-from scheduler import BLOCK_SIZE, CONTEXT, MAX_MODEL_LEN, MAX_TOKENS, ROOT, SIZES, machine
+from scheduler import BLOCK_SIZE, CONTEXT, MAX_MODEL_LEN, MAX_TOKENS, SIZES, python_scheduler
 
-from chairlift import SamplingParams, _core
+from chairlift import SamplingParams
 from chairlift.engine.engine_request import EngineRequest
 
 STEPS, TURN = 256, 8
@@ -87,26 +88,7 @@ class Ours:
     """`add`, then `plan` and `commit` with the outputs read, as the engine's loop calls them."""
 
     def __init__(self, case: Case) -> None:
-        self.scheduler = _core.Scheduler(
-            num_kv_blocks=case.blocks,
-            block_size=BLOCK_SIZE,
-            max_num_batched_tokens=MAX_TOKENS,
-            max_num_seqs=case.running,
-            max_model_len=case.max_model_len,
-        )
-        shapes: dict[str, int | tuple[int, int]] = {
-            "input_ids": MAX_TOKENS,
-            "positions": MAX_TOKENS,
-            "slot_mapping": MAX_TOKENS,
-            "query_starts": case.running + 1,
-            "context_lens": case.running,
-            "batch_slots": case.running,
-            "sample_at": MAX_TOKENS,
-            "sample_slots": MAX_TOKENS,
-            "copies": 2 * case.running,
-            "block_tables": (case.running, case.max_model_len // BLOCK_SIZE),
-        }
-        self.buffers = _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in shapes.items()})
+        self.scheduler, self.buffers = python_scheduler(case.running, num_kv_blocks=case.blocks, max_model_len=case.max_model_len)
         self.sampled = np.full(MAX_TOKENS, 7, np.int32)
         self.tag = 0
 
@@ -440,9 +422,7 @@ def main() -> None:
         "names blocks with 64 bits and compares their tokens at a hit; vLLM trusts the name. A prompt found again costs vLLM a step of a",
         "whole block, and us one of one token.",
     ]
-    text = "\n".join(lines) + "\n"
-    (ROOT / "benches/results/scheduler_vllm.md").write_text(text)
-    sys.stdout.write(text)
+    write("scheduler_vllm.md", lines)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 import platform
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pages import RESULTS, say
 from peers.machine import Busy, describe
 from peers.results import DISTURBED
+from servers import server
 
 import chairlift
 from chairlift import EngineConfig
@@ -46,8 +45,7 @@ from chairlift.sim.run import simulate
 from chairlift.sim.workload import Workload
 from chairlift.sim.workload_spec import WorkloadSpec
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benches" / "results" / "plan.md"
+RESULT = RESULTS / "plan.md"
 SHARES = (0.7, 0.85, 0.95, 1.05, 1.15, 1.3)
 """Rates that are measured, as parts of the plan's."""
 ALLOWED = 0.15
@@ -70,29 +68,15 @@ class Run:
 
 
 @contextlib.contextmanager
-def served(model: str, settings: dict[str, int], journal: Path) -> Iterator[tuple[Target, int]]:
+def served(model: str, settings: Mapping[str, int], journal: Path) -> Iterator[tuple[Target, int]]:
     """A server with these settings, and its session; it is ended at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "chairlift.cli.main", "serve", model, "--port", str(port), "--journal", str(journal), *flags]
-    log = journal.with_suffix(".log")
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-    try:
+    command = [sys.executable, "-m", "chairlift.cli.main", "serve", model, "--port", "{port}", "--journal", str(journal), *flags]
+    with server(command, log=journal.with_suffix(".log")) as (port, process):
         target = Target(f"http://127.0.0.1:{port}", fields={"ignore_eos": True})
-        target = Target(target.url, model=wait_for(target, 120)[0]["id"], fields=target.fields)
+        target = replace(target, model=wait_for(target, 120)[0]["id"])
         wait_until_ready(target, 120)
         yield target, process.pid
-    except chairlift.ChairliftError as error:
-        raise SystemExit(f"{error}\n{log.read_text()[-2000:]}") from None
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def jobs_of(args: argparse.Namespace, rate: float, seed: int) -> list[Job]:
@@ -101,7 +85,7 @@ def jobs_of(args: argparse.Namespace, rate: float, seed: int) -> list[Job]:
     return with_due_times(jobs, arrivals(len(jobs), rate, seed=seed))
 
 
-def run(args: argparse.Namespace, target: Target, session: int, profile: Profile, settings: dict[str, int], rate: float, seed: int) -> Run:
+def run(args: argparse.Namespace, target: Target, session: int, profile: Profile, settings: dict[str, Any], rate: float, seed: int) -> Run:
     """Measures one rate, and simulates it."""
     jobs = jobs_of(args, rate, seed)
     before = Busy.now(session)
@@ -128,7 +112,7 @@ def knee(points: Sequence[Point], targets: Targets) -> float | None:
     if not missed:
         return None
     (low, high), (below, above) = burdens[missed - 1 : missed + 1], ordered[missed - 1 : missed + 1]
-    return below.rate * (above.rate / below.rate) ** (-low / (high - low))
+    return float(below.rate * (above.rate / below.rate) ** (-low / (high - low)))
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -187,8 +171,8 @@ def report(args: argparse.Namespace, profile: Profile, found: Plan, runs: Sequen
         "| | requests a second | beside what was measured |",
         "|---|---|---|",
         f"| planned | {band(most)} | {ratio(most.rate, measured)} |",
-        f"| planned with the steps of the server's journal | {band(again and again.capacity)} | "
-        f"{ratio(again and again.capacity.rate, measured)} |",
+        f"| planned with the steps of the server's journal | {band(again.capacity if again else None)} | "
+        f"{ratio(again.capacity.rate if again else None, measured)} |",
         f"| simulated with the requests that were sent | {number(predicted)} | {ratio(predicted, measured)} |",
         f"| measured, where latencies that never fall as rates rise cross the targets | {number(measured)} | 1 |",
         f"| measured, the first rate that missed a target, and the last that kept both | {extremes} | |",
@@ -229,10 +213,6 @@ def ratio(rate: float | None, measured: float | None) -> str:
     return f"{rate / measured:.3f}" + ("" if abs(rate / measured - 1) <= ALLOWED else f" (beyond {ALLOWED:.0%})")
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=EngineConfig().model)
@@ -263,7 +243,8 @@ def main() -> None:
         slower = slowdown(journal, profile)
         again = None
         with contextlib.suppress(chairlift.errors.InvalidSetting):
-            again = plan(mix, targets, device=from_journal(journal, args.model), config=EngineConfig(model=args.model, **found.settings))
+            settings: dict[str, Any] = found.settings
+            again = plan(mix, targets, device=from_journal(journal, args.model), config=EngineConfig(model=args.model, **settings))
     args.out.write_text(report(args, profile, found, runs, again, slower))
     print(args.out.read_text())
 

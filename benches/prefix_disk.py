@@ -14,9 +14,7 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from scheduler import machine
+from pages import ROOT, machine
+from servers import server
 
-ROOT = Path(__file__).parent.parent
 PROMPT, OUTPUT = 4000, 16
 """Tokens."""
 
@@ -83,23 +81,12 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def server(command: list[str]) -> Iterator[str]:
-    """Starts a server, and stops it with SIGTERM at the end. Yields its URL once it has answered."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen([*command, "--port", str(port)]) as process:
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(httpx.HTTPError):
-                    ask(url, "Hi")
-                    break
-                time.sleep(0.1)
-            else:
-                raise SystemExit(f"{command[0]} ended")
-            yield url
-        finally:
-            process.terminate()
+def served(command: list[str]) -> Iterator[str]:
+    """Runs a server until it is left. Yields its URL once it has answered."""
+    with server([*command, "--port", "{port}"], "/health") as (port, _):
+        url = f"http://127.0.0.1:{port}"
+        ask(url, "Hi")
+        yield url
 
 
 def drop_pages(directory: Path) -> int:
@@ -117,21 +104,21 @@ def drop_pages(directory: Path) -> int:
 def chairlift(serve: list[str], prompt: list[int], directory: Path) -> Round:
     """A round of `chairlift serve --prefix-cache-dir`."""
     command = [*serve, "--prefix-cache-dir", str(directory)]
-    with server(command) as url:
+    with served(command) as url:
         computed = ask(url, prompt)
     size = drop_pages(directory)
-    with server(command) as url:
+    with served(command) as url:
         return Round(computed, ask(url, prompt), 0.0, size)
 
 
 def llama_cpp(command: list[str], prompt: list[int], directory: Path) -> Round:
     """A round of llama-server, which saves and restores a slot when asked to."""
     command = [*command, "--slot-save-path", str(directory)]
-    with server(command) as url:
+    with served(command) as url:
         computed = ask(url, prompt)
         post(f"{url}/slots/0?action=save", {"filename": "prompt"})
     size = drop_pages(directory)
-    with server(command) as url:
+    with served(command) as url:
         began = time.perf_counter()
         post(f"{url}/slots/0?action=restore", {"filename": "prompt"})
         restored = time.perf_counter() - began
@@ -178,7 +165,7 @@ def main() -> int:
         command = [args.llama_server, "--model", args.model[0], "--no-ui", *flags]
         programs["llama.cpp"] = lambda prompt, directory: llama_cpp(command, prompt, directory)
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
-    with server(serve) as url:
+    with served(serve) as url:
         prompt = post(f"{url}/tokenize", {"prompt": text[: 6 * PROMPT]})["tokens"][:PROMPT]
     rounds: dict[str, list[Round]] = {name: [] for name in programs}
     for _ in range(args.rounds):

@@ -46,9 +46,10 @@ def write(path: Path, kind: str, metadata: Mapping[str, Any], tensors: Tensors) 
     """Writes a file of the architecture `kind` with metadata below that name. Names of the vocabulary are numbers."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, kind)
-    types = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[list] = writer.add_array
     for name, value in metadata.items():
-        types[type(value)](f"{kind}.{name}", value)
+        add[type(value)](f"{kind}.{name}", value)
     vocabulary = tensors["token_embd.weight"][0][0]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

@@ -11,13 +11,11 @@ from __future__ import annotations
 import http.client
 import json
 import statistics
-import sys
 import threading
 import time
-from pathlib import Path
 
-from scheduler import machine
-from streams import ROOT, server
+from pages import machine, write
+from streams import paced
 
 REFUSALS = 2000
 PATH = "/v1/chat/completions"
@@ -79,15 +77,14 @@ def main() -> None:
     """Runs everything and writes the table."""
     flags = ["--max-num-seqs", "1", "--max-num-batched-tokens", "4096", "--max-num-queued-reqs", "1", "--log-level", "error"]
     rows = {}
-    streams = str(Path(__file__).with_name("streams.py"))
-    with server([streams, "--serve", "--load-format", "none", "--port", "{port}", *flags], PACED_MS="1000") as (port, _):
+    with paced(1000, "paced.py", "serve", "--load-format", "none", "--port", "{port}", *flags) as (port, _):
         filling = fill(port)
         refused(port, 100)
         alone, text = refused(port, REFUSALS)
         rows["chairlift"] = alone, at_once(port, 8)
         for connection in filling:
             connection.close()
-    with server(["-c", PEER, "{port}", text.decode(), PATH]) as (port, _):
+    with paced(0, "-c", PEER, "{port}", text.decode(), PATH) as (port, _):
         refused(port, 100)
         rows["bare Starlette"] = refused(port, REFUSALS)[0], at_once(port, 8)
     lines = [
@@ -103,10 +100,8 @@ def main() -> None:
     for name, both in rows.items():
         cells = [f"{statistics.quantiles(times, n=100)[which]:.2f}" for times in both for which in (49, 98)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    result = "\n".join(lines) + "\n"
-    print(result)
-    (ROOT / "benches" / "results" / "refusals.md").write_text(result)
+    write("refusals.md", lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,9 +15,7 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from scheduler import machine
+from pages import machine
+from servers import child, server
 
 from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
@@ -125,11 +124,6 @@ class Round:
                     self._killed = time.monotonic()
 
 
-def child(server: int) -> int:
-    """The process id of the server's engine."""
-    return int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0])
-
-
 def wait(url: str) -> None:
     """Returns when the server is ready."""
     while True:
@@ -179,20 +173,15 @@ class Result:
 
 def killed(command: list[str], kills: int, seed: int) -> Result:
     """Runs a server and kills its engine so many times."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    url, dice, result = f"http://127.0.0.1:{port}", random.Random(seed), Result()
-    with subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL) as server:
-        try:
+    dice, result = random.Random(seed), Result()
+    with server([*command, "--port", "{port}"], log=Path(os.devnull)) as (port, process):
+        url = f"http://127.0.0.1:{port}"
+        expected = Round(url, None, 0).answers
+        while result.kills < kills:
             wait(url)
-            expected = Round(url, None, 0).answers
-            while result.kills < kills:
-                wait(url)
-                result.add(Round(url, dice.randrange(1, EVENTS), child(server.pid)), expected)
-                if result.kills % 50 == 0:
-                    print(result.line(), file=sys.stderr)
-        finally:
-            server.terminate()
+            result.add(Round(url, dice.randrange(1, EVENTS), child(process.pid)), expected)
+            if result.kills % 50 == 0:
+                print(result.line(), file=sys.stderr)
     return result
 
 

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from traces import mooncake
 
-from chairlift.bench.traces import TraceRequest
+from chairlift.bench.traces import HASH_BLOCK, TraceRequest
 from chairlift.sim.run import simulate
-from chairlift.sim.workload import HASH_BLOCK, Workload
+from chairlift.sim.workload import Workload
 
 RESULT = Path(__file__).parent / "results" / "routers.md"
 MODEL, DEVICE, REPLICAS = "Llama-3.1-8B", "H100", 4
@@ -44,9 +44,9 @@ def templates() -> Workload:
 
 def conversations() -> Workload:
     """Users who go on with what was said."""
-    dice, lines, names = random.Random(2), [], 10**7
+    dice, lines, names = random.Random(2), list[TraceRequest](), 10**7
     while len(lines) < REQUESTS:
-        now, prompt, known = len(lines) / 12, 0, ()
+        now, prompt, known = len(lines) / 12, 0, tuple[int, ...]()
         for _ in range(dice.randint(1, 10)):
             prompt += dice.randint(32, 512)
             output = dice.randint(16, 512)

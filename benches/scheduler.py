@@ -6,23 +6,22 @@ Needs cargo; valgrind for the instruction counts, which are left out without it.
 from __future__ import annotations
 
 import json
-import platform
 import re
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import ROOT, machine, write
 
 from chairlift import SamplingParams, Scheduling, _core
 from chairlift.engine.engine_request import EngineRequest
+from chairlift.runner.buffers import Layout, StepBuffers
 from chairlift.scheduling import LONGEST_MS
 
-ROOT = Path(__file__).parent.parent
 SIZES = (1, 16, 64, 256, 1024)
 CASES = [f"decode/{n}" for n in SIZES] + ["mixed/16", "mixed/256"]
 SESSIONS = (16, 256, 1024)
@@ -68,29 +67,11 @@ def instructions(case: str, few: int = 32, many: int = 64) -> int | None:
 
 
 def python_scheduler(running: int, **settings: Any) -> tuple[_core.Scheduler, _core.StepBuffers]:
-    """A scheduler with room for all, and its buffers."""
-    rows = MAX_MODEL_LEN // BLOCK_SIZE
-    scheduler = _core.Scheduler(
-        num_kv_blocks=running * rows + 1,
-        block_size=BLOCK_SIZE,
-        max_num_batched_tokens=MAX_TOKENS,
-        max_num_seqs=running,
-        max_model_len=MAX_MODEL_LEN,
-        **settings,
-    )
-    shapes = {
-        "input_ids": MAX_TOKENS,
-        "positions": MAX_TOKENS,
-        "slot_mapping": MAX_TOKENS,
-        "query_starts": running + 1,
-        "context_lens": running,
-        "batch_slots": running,
-        "sample_at": MAX_TOKENS,
-        "sample_slots": MAX_TOKENS,
-        "copies": 2 * running,
-        "block_tables": (running, rows),
-    }
-    return scheduler, _core.StepBuffers(**{name: np.zeros(shape, np.int32) for name, shape in shapes.items()})
+    """A scheduler and its buffers, with room for all unless the settings say otherwise."""
+    sizes = {"num_kv_blocks": running * (MAX_MODEL_LEN // BLOCK_SIZE) + 1, "max_model_len": MAX_MODEL_LEN, **settings}
+    scheduler = _core.Scheduler(block_size=BLOCK_SIZE, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=running, **sizes)
+    layout = Layout(MAX_TOKENS, running, sizes["max_model_len"] // BLOCK_SIZE)
+    return scheduler, _core.StepBuffers(**StepBuffers(layout).arrays())
 
 
 def through_python(running: int, *, everything: bool) -> float:
@@ -170,16 +151,6 @@ def turns(sessions: int) -> tuple[float, float]:
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def machine() -> str:
-    """Processor, cores and versions, in one line."""
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    flags = "AVX-512" if "avx512f" in Path("/proc/cpuinfo").read_text() else "no AVX-512"
-    cores = subprocess.run(["nproc"], capture_output=True, text=True).stdout.strip()
-    rustc = subprocess.run(["rustc", "--version"], capture_output=True, text=True).stdout.split()[1]
-    name = model[1] if model else platform.machine()
-    return f"{name}, {cores} cores, {flags}; rustc {rustc}, Python {platform.python_version()}"
-
-
 def main() -> None:
     """Runs everything and writes the table."""
     times = cargo_bench()
@@ -224,9 +195,7 @@ def main() -> None:
             f"A turn of one of 64 sessions, 512 tokens long, takes {counts[0] - counts[1]} instructions more than a request without one.",
         ]
     lines += ["", f"Adding a prompt of 32,768 tokens from Python, policy prefix, journal on: {adding(32_768):.0f} µs."]
-    text = "\n".join(lines) + "\n"
-    (ROOT / "benches/results/scheduler.md").write_text(text)
-    sys.stdout.write(text)
+    write("scheduler.md", lines)
 
 
 if __name__ == "__main__":

@@ -20,23 +20,21 @@ import json
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 from hostile_tenants import SENT, TENANTS
-from scheduler import machine
+from pages import RESULTS, ROOT, machine
+from servers import server
 
-ROOT = Path(__file__).parent.parent
 RATIO = 1.5
 """How much longer the p99 of the time between two tokens may be, beside one step."""
 CALLBACK = 0.02
@@ -132,7 +130,7 @@ def ask(port: int, key: str, path: str, body: dict[str, Any]) -> Answer:
         if response.status != 200 or not body.get("stream"):
             document = json.loads(response.read())
             return Answer(response.status, document.get("choices", document.get("data", document)))
-        parts, gaps, last = [], [], None
+        parts, gaps, last = list[Any](), list[float](), None
         while line := response.readline():
             if not line.startswith(b"data: {"):
                 continue
@@ -149,7 +147,7 @@ def ask(port: int, key: str, path: str, body: dict[str, Any]) -> Answer:
 
 def _whole(parts: list[Any]) -> dict[str, Any]:
     """The text, the log-probabilities and the end of a stream, however its tokens were divided among events."""
-    text, numbers, finish = "", [], None
+    text, numbers, finish = "", list[Any](), None
     for part in parts:
         if not isinstance(part, dict):
             return {"broken": part}
@@ -336,33 +334,6 @@ def _reached(status: str) -> bool:
     return status in SENT or (status.isdecimal() and status not in ("401", "403"))
 
 
-@contextlib.contextmanager
-def server(directory: Path, keys: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A server until the block is left."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "chairlift", "serve", "--port", str(port), "--api-key-file", str(keys)]
-    command += ["--data-dir", str(directory / "data"), *FLAGS]
-    with (directory / "log").open("wb") as log, subprocess.Popen(command, stderr=log, stdout=log) as process:
-        try:
-            for _ in range(1200):
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-                    connection.request("GET", "/ready")
-                    if connection.getresponse().status == 200:
-                        break
-                if process.poll() is not None:
-                    sys.exit(f"the server ended: {(directory / 'log').read_text()[-2000:]}")
-                time.sleep(0.1)
-            yield port, process
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
 def together(tenants: list[Honest], seconds: float, pause: float) -> None:
     """Runs the honest tenants side by side."""
     ends = time.monotonic() + seconds
@@ -380,7 +351,9 @@ def soak(seconds: float, pause: float) -> tuple[list[str], bool]:
     key = {name: secrets.token_hex(16) for name in names}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        with server(directory, _key_file(directory, key)) as (port, process):
+        command = [sys.executable, "-m", "chairlift", "serve", "--port", "{port}", "--api-key-file", str(_key_file(directory, key))]
+        command += ["--data-dir", str(directory / "data"), *FLAGS]
+        with server(command, log=directory / "log") as (port, process):
             tenants = [Honest(name, port, key[name]) for name in HONEST]
             watch = Watch(port, key["operator"], process.pid)
             for one in tenants:
@@ -500,7 +473,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0, help="duration beside the hostile tenants (default: 3600)")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two requests of a tenant's thread (default: 0.05)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benches/results/soak.md", help="where the result is written")
+    parser.add_argument("--out", type=Path, default=RESULTS / "soak.md", help="where the result is written")
     args = parser.parse_args()
     lines, kept = soak(args.seconds, args.pause)
     args.out.write_text("\n".join(lines))

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import random_gguf
-from gguf_serving import memory
+from pages import machine, write
+from peers.machine import session_memory
 from random_gguf import Q4, Q6, Tensors
-from scheduler import machine
 
-ROOT = Path(__file__).parent.parent
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
 SIZE = """
 import importlib.metadata, pathlib, sysconfig
@@ -78,7 +77,7 @@ def start(python: str, *model: str, body: str = BODY, route: str = "/v1/chat/com
             answered = time.perf_counter() - began
             if answer.status != 200:
                 raise SystemExit(text.decode())
-            anonymous, resident = memory(process.pid)
+            anonymous, resident = session_memory(process.pid)
         finally:
             process.terminate()
         process.stderr.read()
@@ -137,13 +136,6 @@ def table(starts: list[Start]) -> list[str]:
 def row(name: str, values: list[float], form: str = ".2f") -> str:
     """A line of a table."""
     return f"| {name} | {statistics.median(values):{form}} | {min(values):{form}} | {max(values):{form}} |"
-
-
-def write(name: str, lines: list[str]) -> None:
-    """Prints a page of results and writes it."""
-    text = "\n".join(lines) + "\n"
-    print(text)
-    (ROOT / "benches" / "results" / name).write_text(text)
 
 
 def main() -> None:

@@ -14,19 +14,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import selectors
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from scheduler import machine
+from pages import ROOT, machine, write
+from peers.machine import cpu_seconds
+from servers import server
 
-ROOT = Path(__file__).parent.parent
 CLIENTS = 256
 TOKENS = 300
 PACES = (12.8, 6.4, 0.0)
@@ -105,43 +103,24 @@ def streams(port: int, pid: int, tokens: int, clients: int = CLIENTS, header: st
     return Run(events, time.perf_counter() - began, cpu_seconds(pid) - cpu), sample
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @contextlib.contextmanager
-def server(command: list[str], **environ: str) -> Iterator[tuple[int, int]]:
-    """Runs a server on a free port until it is left; yields the port and the process."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    filled = [part.replace("{port}", str(port)) for part in command]
-    process = subprocess.Popen([sys.executable, *filled], env={**os.environ, **environ}, cwd=ROOT / "benches")
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as sock:
-                sock.sendall(b"GET /ready HTTP/1.0\r\nhost: localhost\r\n\r\n")
-                if sock.recv(64).split()[1] in (b"200", b"404"):
-                    break
-            time.sleep(0.1)
+def paced(pace: float, *command: str) -> Iterator[tuple[int, int]]:
+    """Runs a program of Python that serves in steps of `pace` milliseconds, in this folder; yields its port and process id."""
+    with server([sys.executable, *command], cwd=ROOT / "benches", environ={"PACED_MS": str(pace)}) as (port, process):
         yield port, process.pid
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def chairlift(pace: float) -> tuple[Run, bytes]:
     """The best of three rounds of our server."""
     flags = ["--max-num-seqs", str(CLIENTS), "--max-num-batched-tokens", "4096", "--max-model-len", "2048", "--log-level", "warning"]
-    with server([__file__, "--serve", "--load-format", "none", "--port", "{port}", *flags], PACED_MS=str(pace)) as (port, pid):
+    with paced(pace, "paced.py", "serve", "--load-format", "none", "--port", "{port}", *flags) as (port, pid):
         runs = [streams(port, pid, TOKENS) for _ in range(3)]
     return min((run for run, _ in runs), key=lambda run: run.seconds), max((sample for _, sample in runs), key=len)
 
 
 def peer(event: bytes, http: str, pace: float) -> Run:
     """The best of three rounds of the bare app."""
-    with server(["-c", PEER, "{port}", event.decode(), str(TOKENS), http], PACED_MS=str(pace)) as (port, pid):
+    with paced(pace, "-c", PEER, "{port}", event.decode(), str(TOKENS), http) as (port, pid):
         return min((streams(port, pid, TOKENS)[0] for _ in range(3)), key=lambda run: run.seconds)
 
 
@@ -169,17 +148,9 @@ def main() -> None:
                 f"| {name} | {total / run.seconds:,.0f} | {run.events / run.seconds:,.0f} | {total / run.events:.2f} | "
                 f"{run.cpu / total * 1e6:.1f} | {run.cpu / run.events * 1e6:.1f} | {cheapest / (run.cpu / run.events):.2f} |"
             )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    (ROOT / "benches" / "results" / "streams.md").write_text(text)
+    write("streams.md", lines)
 
 
 if __name__ == "__main__":
-    if "--serve" in sys.argv:
-        from chairlift.cli.main import main as serve
-        from chairlift.engine.engine_process import EngineProcess
-
-        EngineProcess.command = ("-m", "paced_engine")
-        sys.exit(serve(["serve", *sys.argv[sys.argv.index("--serve") + 1 :]]))
     argparse.ArgumentParser(description=__doc__).parse_args()
     main()

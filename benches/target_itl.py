@@ -5,19 +5,16 @@ Writes benches/results/target_itl.md. Takes about two minutes on a quiet machine
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
-from scheduler import machine
+from pages import machine, write
 
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.sampling import SamplingParams
 
-ROOT = Path(__file__).parent.parent
 STREAMS, PROMPT = 4, 4000
 TARGETS = (None, 300.0, 150.0)
 
@@ -79,9 +76,7 @@ def main() -> None:
             f"{sum(beside) / 1e3:.1f}",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    text = "\n".join(lines) + "\n"
-    (ROOT / "benches/results/target_itl.md").write_text(text)
-    sys.stdout.write(text)
+    write("target_itl.md", lines)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from servers import end, free_port
 from tokenizers import Tokenizer
 
 from peers.client import Answer, drive
@@ -64,8 +63,7 @@ class Peer:
     @contextlib.contextmanager
     def running(self) -> Iterator[tuple[Run, int, float]]:
         """Starts it; yields what runs requests, its session, and how long it took to be ready. All of it ends at the end."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         command = [part.replace("{port}", str(port)) for part in self.command]
         HOME.mkdir(exist_ok=True)
         began = time.perf_counter()
@@ -137,20 +135,6 @@ def _order(process: subprocess.Popen[bytes], requests: list[Request], rate: floa
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         answers.append(Answer(at, times, len(tokens), len(request.prompt), text, error))
     return answers
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and the session that it began: some peers leave workers behind."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(15)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 def _llama(kind: str, arithmetic: Arithmetic, seqs: int = BATCH, speed: float = 100.0) -> Peer:

@@ -82,13 +82,34 @@ def session_seconds(session: int) -> float:
     return ticks / TICK
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def session_memory(session: int) -> tuple[float, float]:
+    """Anonymous and all memory of a session's processes, in MB; what several share counts in parts."""
+    sizes = {"Pss_Anon": 0, "Pss": 0}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == session:
+                lines = (line.split() for line in (stat.parent / "smaps_rollup").read_text().splitlines()[1:])
+                for name, size in ((words[0].rstrip(":"), int(words[1])) for words in lines):
+                    if name in sizes:
+                        sizes[name] += size
+        except (OSError, IndexError):
+            continue
+    return sizes["Pss_Anon"] * 1024 / 1e6, sizes["Pss"] * 1024 / 1e6
+
+
 def read_speed(seconds: float = 2.0, threads: int | None = None) -> float:
     """GB/s read by torch, best of what fits in `seconds`: a matrix of 512 MiB times a vector. For one thread by its CPU time."""
     import torch
 
     torch.set_num_threads(threads or os.cpu_count() or 1)
     big, row = torch.ones(1 << 13, 1 << 14), torch.ones(1 << 14)
-    return round(big.nbytes / 1e9 / _best(lambda: torch.mv(big, row), seconds, clock_of(threads)), 1)
+    return round(big.nbytes / 1e9 / best(lambda: torch.mv(big, row), seconds, clock_of(threads)), 1)
 
 
 def clock_of(threads: int | None) -> Callable[[], float]:
@@ -111,19 +132,21 @@ def peaks(seconds: float = 2.0) -> dict[str, float]:
     work = 2 * size**3 / 1e9
     return {
         "read_gb_s": read_speed(seconds),
-        "fp32_gflop_s": round(work / _best(lambda: torch.mm(a, b, out=out), seconds), 1),
-        "bf16_gflop_s": round(work / _best(lambda: torch.mm(half_a, half_b), seconds), 1),
-        "int8_gop_s": round(work / _best(lambda: torch._int_mm(whole, other), seconds), 1),
+        "fp32_gflop_s": round(work / best(lambda: torch.mm(a, b, out=out), seconds), 1),
+        "bf16_gflop_s": round(work / best(lambda: torch.mm(half_a, half_b), seconds), 1),
+        "int8_gop_s": round(work / best(lambda: torch._int_mm(whole, other), seconds), 1),
     }
 
 
-def _best(call: Any, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    best, ends = float("inf"), time.perf_counter() + seconds
+def best(call: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The least time of as many calls as fit into `seconds`, after one that does not count."""
+    call()
+    least, ends = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < ends:
         began = clock()
         call()
-        best = min(best, clock() - began)
-    return best
+        least = min(least, clock() - began)
+    return least
 
 
 def linear_flops(config: dict[str, Any]) -> tuple[int, int]:

@@ -26,7 +26,8 @@ def write(records: list[Record], requests: list[Request], out: Path, slo: Slo) -
     records = results.chosen(records)
     if not records:
         raise SystemExit("there are no results of this workload yet: run some first, with the same --requests")
-    peaks = max((record["peaks"] for record in records if record.get("peaks")), key=lambda found: found["fp32_gflop_s"], default={})
+    measured_peaks: list[dict[str, float]] = [record["peaks"] for record in records if record.get("peaks")]
+    peaks = max(measured_peaks, key=lambda found: found["fp32_gflop_s"], default={})
     lines = [*_head(records, requests, peaks), *_summary(records), *_offline(records, requests)]
     rates = results.rates(records)
     for rate in rates:

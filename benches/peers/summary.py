@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -31,16 +31,17 @@ class Line:
 def compare(speeds: Mapping[str, float], peers: Mapping[str, Peer] = PEERS) -> list[Line]:
     """A line for each of our rows that was measured beside any peer; `speeds` are output tokens a second, offline."""
 
-    def quickest(wanted: Callable[[Peer], bool]) -> tuple[str, float] | None:
-        found = [(name, speed) for name, speed in speeds.items() if not name.startswith("chairlift") and wanted(peers[name])]
+    def quickest(serves: bool, arithmetic: Arithmetic | None = None) -> tuple[str, float] | None:
+        others = [name for name in speeds if not name.startswith("chairlift") and peers[name].serves == serves]
+        found = [(name, speeds[name]) for name in others if arithmetic in (None, peers[name].arithmetic)]
         return max(found, key=lambda item: item[1], default=None)
 
     lines = []
     for name in (*OURS, *(f"{name}_in_process" for name in OURS)):
         if name in speeds:
             mine = peers[name]
-            best = quickest(lambda peer, mine=mine: peer.serves == mine.serves)
-            alike = quickest(lambda peer, mine=mine: peer.serves == mine.serves and peer.arithmetic == mine.arithmetic)
+            best = quickest(mine.serves)
+            alike = quickest(mine.serves, mine.arithmetic)
             if best is not None:
                 lines.append(Line(name, speeds[name], alike, best))
     return lines
