@@ -1,30 +1,11 @@
 """The requests and modes of benches/batching.py, simulated: the skewed mix shows a gap, and the even one none."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
-import pytest
+import batching
 
 from chairlift.sim.compare import simulate_variant
 
-BENCHES = Path(__file__).parents[2] / "benches"
 
-
-@pytest.fixture(scope="module")
-def batching():
-    sys.path.insert(0, str(BENCHES))
-    try:
-        spec = importlib.util.spec_from_file_location("batching", BENCHES / "batching.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["batching"] = module  # dataclasses look it up
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(BENCHES))
-
-
-def test_every_mode_has_the_same_kv_memory_and_holds_the_longest_request(batching):
+def test_every_mode_has_the_same_kv_memory_and_holds_the_longest_request():
     for mix in batching.mixes(96):
         configs = {variant.name: variant.config for variant in mix.variants()}
         assert {(config.num_kv_blocks - 1) * config.block_size for config in configs.values()} == {8 * mix.context}
@@ -32,7 +13,7 @@ def test_every_mode_has_the_same_kv_memory_and_holds_the_longest_request(batchin
         assert [name for name, config in configs.items() if config.block_size < mix.context] == ["continuous, paged"]
 
 
-def test_the_skewed_mix_shows_what_each_mode_gains_and_the_even_one_no_more_than_batching(batching):
+def test_the_skewed_mix_shows_what_each_mode_gains_and_the_even_one_no_more_than_batching():
     skewed, even = (
         {variant.name: simulate_variant(mix.workload(), variant, None, "cpu").figures()["tokens_per_s"] for variant in mix.variants()}
         for mix in batching.mixes(96)
@@ -49,6 +30,6 @@ class Run:
         self.figures = lambda: figures
 
 
-def test_a_line_holds_medians(batching):
+def test_a_line_holds_medians():
     cells = batching.lines({"static": [Run(90.0, 1.0, 2.0, 0.4, 0.8), Run(100.0, 3.0, 5.0, 0.5, 0.7), Run(300.0, 2.0, 4.0, 0.6, 0.9)]})
     assert cells[1] == ["static", "100", "2.0", "4.0", "50%", "80%"]

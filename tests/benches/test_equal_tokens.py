@@ -1,7 +1,6 @@
 """Rust, torch and the Triton kernels give the default model's greedy tokens."""
 
-from pathlib import Path
-
+import equal_tokens
 import pytest
 from compile_gate import FULL
 
@@ -11,12 +10,9 @@ WAYS = ("rust", "torch", "kernels") if FULL else ("rust", "torch")
 """The interpreter of the kernels takes a minute of CPU time for three tokens: `make compile-gate` runs it."""
 
 
-def test_tokens_are_equal_from_rust_torch_and_the_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_equal_from_rust_torch_and_the_interpreted_kernels() -> None:
     if "kernels" in WAYS:
         pytest.importorskip("triton", reason="Triton is not made for this platform")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benches"))
-    import equal_tokens
-
     from chairlift.config import DEFAULT_MODEL
 
     found = {way: equal_tokens.tokens(DEFAULT_MODEL, way, equal_tokens.PROMPTS[:1], 3) for way in WAYS}

@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+import serving
+from peers import results
+from peers.orders import spans
+from peers.summary import compare, grid, table
 
 BENCHES = Path(__file__).parents[2] / "benches"
-
-
-@pytest.fixture(autouse=True)
-def benches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHES))
 
 
 def record(peer: str, commit: str = "c1", machine: str = "m1", tokens: int = 10) -> dict[str, Any]:
@@ -32,8 +30,6 @@ def record(peer: str, commit: str = "c1", machine: str = "m1", tokens: int = 10)
 
 
 def test_a_table_has_runs_of_one_commit_and_one_machine() -> None:
-    from peers import results
-
     runs = [record("chairlift", "c0"), record("vllm_f32", machine="m2"), record("vllm_bf16"), record("chairlift")]
     assert [run["peer"] for run in results.latest(runs, "w")] == ["vllm_bf16", "chairlift"]
     assert results.latest(runs, "other workload") == []
@@ -41,8 +37,6 @@ def test_a_table_has_runs_of_one_commit_and_one_machine() -> None:
 
 
 def test_ours_is_compared_with_the_quickest_peer_asked_the_same_way_whatever_its_arithmetic() -> None:
-    from peers.summary import compare
-
     speeds = {
         "chairlift_exact": 250.0,
         "chairlift_int8": 450.0,
@@ -63,16 +57,12 @@ def test_ours_is_compared_with_the_quickest_peer_asked_the_same_way_whatever_its
 
 
 def test_a_row_without_any_peer_is_not_compared() -> None:
-    from peers.summary import compare, table
-
     assert compare({"chairlift": 250.0, "chairlift_in_process": 280.0, "vllm_bf16": 395.0})[0].ours == "chairlift"
     assert len(compare({"chairlift": 250.0, "chairlift_in_process": 280.0, "vllm_bf16": 395.0})) == 1
     assert table({"chairlift": 250.0}) == []
 
 
 def test_the_grid_has_each_engine_in_its_best_setting() -> None:
-    from peers.summary import grid
-
     speeds = {
         "chairlift_exact": 250.0,
         "chairlift_exact_in_process": 280.0,
@@ -88,8 +78,6 @@ def test_the_grid_has_each_engine_in_its_best_setting() -> None:
 
 
 def test_what_a_call_took_is_counted_to_its_end() -> None:
-    from peers.orders import spans
-
     assert spans([1.0, 0.5], [2.0, 3.0], 3.4) == [[1.0, 2.0], [0.5, 3.4]]
 
 
@@ -118,8 +106,6 @@ def test_an_engine_without_a_server_answers_orders_and_its_prints_stay_apart(tmp
 
 
 def test_every_row_of_the_committed_table_is_a_peer() -> None:
-    import serving
-
     assert set(serving.TABLE) <= set(serving.PEERS)
     wanted = serving.Wanted(serving.TABLE, 2, 1)
     planned = list(serving.plan(wanted, set(), ("w", "c1", "m1")))

@@ -10,20 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import hostile_tenants as hostile
 import pytest
+import soak
 from local_server import Handler, local_server
 from prometheus_client import generate_latest
 
 from chairlift.server.observability.loop_monitor import LoopMonitor
-
-
-@pytest.fixture
-def benches(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benches"))
-    import hostile_tenants
-    import soak
-
-    return soak, hostile_tenants
 
 
 @contextmanager
@@ -61,8 +54,7 @@ def streamed(*texts, logprob=-0.5):
         ((503, {"error": {}}), "503"),
     ],
 )
-def test_an_answer_with_other_bits_or_none_is_a_fault(benches, later, fault):
-    soak, _ = benches
+def test_an_answer_with_other_bits_or_none_is_a_fault(later, fault):
     replies = [streamed("a", "b")] * len(soak.HONEST["alice"])
     with answering(lambda path: replies.pop() if replies else later) as (port, _):
         alice = soak.Honest("alice", port, "key")
@@ -73,8 +65,7 @@ def test_an_answer_with_other_bits_or_none_is_a_fault(benches, later, fault):
     assert [fault in one for one in alice.faults] == ([] if fault is None else [True])
 
 
-def test_what_the_server_refuses_alone_is_left_out(benches):
-    soak, _ = benches
+def test_what_the_server_refuses_alone_is_left_out():
     with answering(lambda path: (400, {}) if path == "/v1/embeddings" else (200, {"choices": [1]})) as (port, asked):
         carol = soak.Honest("carol", port, "key")
         carol.learn()
@@ -85,16 +76,14 @@ def test_what_the_server_refuses_alone_is_left_out(benches):
 
 
 @pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
-def test_only_a_refusal_of_the_request_is_left_out(benches, status):
-    soak, _ = benches
+def test_only_a_refusal_of_the_request_is_left_out(status):
     with answering(lambda path: (status, {}) if path == "/v1/embeddings" else (200, {"choices": [1]})) as (port, _):
         carol = soak.Honest("carol", port, "key")
         carol.learn()
     assert (len(carol.faults), len(carol.left_out)) == ((0, 1) if status == 400 else (1, 0))
 
 
-def test_a_server_that_cannot_be_reached_is_a_fault(benches):
-    soak, _ = benches
+def test_a_server_that_cannot_be_reached_is_a_fault():
     with answering(lambda path: (200, {})) as (port, _):
         pass
     alice = soak.Honest("alice", port, "key")
@@ -120,16 +109,14 @@ REACHED = {"files": Counter({"200": 1, "403": 5}), "left_alone": Counter(left=3)
         ((0.0, ""), 0, 0.1, {"files": Counter()}, True, "files did not reach the server"),
     ],
 )
-def test_bounds_of_the_whole_run(benches, callback, silent, lag, hostile, alive, fault):
-    soak, _ = benches
+def test_bounds_of_the_whole_run(callback, silent, lag, hostile, alive, fault):
     watch = soak.Watch(0, "key", 0)
     watch.longest_callback, watch.silent = callback, silent
     found = soak.broken(watch, lag, hostile, alive)
     assert [fault in one for one in found] == ([] if fault is None else [True])
 
 
-def test_the_memory_has_a_bound(benches):
-    soak, _ = benches
+def test_the_memory_has_a_bound():
     watch = soak.Watch(0, "key", 0)
     watch.longest_callback = (0.0, "")
     for memory, found in ((soak.MEMORY, []), (soak.MEMORY + 1, ["the memory"])):
@@ -141,14 +128,12 @@ def test_the_memory_has_a_bound(benches):
     ("descriptors", "threads", "requests", "found"),
     [(66, 36, 0, []), (67, 37, 2, ["2 requests are left", "17 descriptors are left", "17 threads are left"])],
 )
-def test_nothing_may_be_left_when_the_tenants_have_gone(benches, descriptors, threads, requests, found):
-    soak, _ = benches
+def test_nothing_may_be_left_when_the_tenants_have_gone(descriptors, threads, requests, found):
     assert soak.left(soak.Held(50, 20, 0), soak.Held(descriptors, threads, requests)) == found
 
 
-def test_what_the_server_holds_is_read(benches, monkeypatch):
+def test_what_the_server_holds_is_read(monkeypatch):
     """From /proc, and from metrics whose names exist."""
-    soak, _ = benches
     watch = soak.Watch(0, "key", os.getpid())
     lines = "".join(f'chairlift_{name}{{engine="0"}} 2.0\n' for name in soak.REQUESTS)
     monkeypatch.setattr(watch, "metrics", lambda: lines)
@@ -160,9 +145,8 @@ def test_what_the_server_holds_is_read(benches, monkeypatch):
     assert all(f"`{name}" in documented for name in soak.REQUESTS)
 
 
-def test_the_monitors_metrics_are_read(benches, monkeypatch):
+def test_the_monitors_metrics_are_read(monkeypatch):
     """A name that changes must not let the soak pass."""
-    soak, _ = benches
     monitor = LoopMonitor({"model_name": "m", "engine": "0"})
 
     def burn():
@@ -188,16 +172,14 @@ def test_the_monitors_metrics_are_read(benches, monkeypatch):
     assert soak.late({}, watch.lag()) is not None
 
 
-def test_the_lag_is_that_between_two_looks(benches):
-    soak, _ = benches
+def test_the_lag_is_that_between_two_looks():
     before = {0.01: 1000.0, 0.1: 1000.0, math.inf: 1000.0}
     assert soak.late(before, {0.01: 1098.0, 0.1: 1099.0, math.inf: 1100.0}) == 0.1
     assert soak.late(before, before) is None
     assert soak.late({}, {}) is None
 
 
-def test_each_hostile_kind_sends_what_it_is_named_for(benches, monkeypatch):
-    _, hostile = benches
+def test_each_hostile_kind_sends_what_it_is_named_for(monkeypatch):
     monkeypatch.setattr(hostile, "IDLE_SOCKETS", 4)
     monkeypatch.setattr(hostile.time, "sleep", lambda seconds: None)
     sent = {}
