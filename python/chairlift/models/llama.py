@@ -93,10 +93,6 @@ class Llama:
             x = add_rms_norm(block.forward(x, given), residual, after.norm, self.eps, inner=block.post_norm, rounds=after.rounds)
         return add_rms_norm(blocks[-1].forward(x, given), residual, self.norm, self.eps, inner=blocks[-1].post_norm)
 
-    def projections(self, layer: int) -> dict[str, tuple[Linear, slice]]:
-        """Each projection of a layer, by its name in a checkpoint: the merged layer, and its columns of that layer's output."""
-        return self.layers[layer].projections
-
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Logits at token positions `at` [N] of a batch's hidden states; returns [N, vocabulary]."""
         logits = self.group.all_gather(self.head(hidden[at]), len(self.embedding))

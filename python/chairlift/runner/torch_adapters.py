@@ -35,7 +35,7 @@ class TorchAdapters(AdapterStore):
             raise UnsupportedModel(f"{self._model.architecture} has recurrent layers: in torch it takes no adapters. Use --device cpu")
         adapter: dict[Linear, list[LowRankUpdate]] = {}
         for (layer, module), update in updates_for(files, self._model).items():
-            linear, columns = self._network.projections(layer)[module]
+            linear, columns = self._network.layers[layer].projections[module]
             adapter.setdefault(linear, []).append(_update(update, columns))
         return adapter
 
