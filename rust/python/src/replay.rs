@@ -34,12 +34,8 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
         return Err(PyValueError::new_err("block_size cannot be changed: the recorded names are of whole blocks"));
     }
     let config = settings::changed_for_simulation(parsed.config, changes)?;
-    let machine = sim::Machine {
-        step: sim::StepTime::learned(replayed.scheduler.model()),
-        swap_ns_per_block: config.swap_ns_per_block,
-        read_ns_per_block: 0,
-        draft_tokens: core::MAX_DRAFT,
-    };
+    let step = sim::StepTime::learned(replayed.scheduler.model());
+    let machine = sim::Machine { draft_tokens: core::MAX_DRAFT, ..sim::Machine::new(step) };
     let report = interruptible(py, |goes_on| sim::what_if(config, &parsed, &replayed, &machine, goes_on))?;
     let dict = PyDict::new(py);
     dict.set_item("config", settings::dict(py, &config)?)?;

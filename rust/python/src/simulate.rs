@@ -38,7 +38,7 @@ pub(crate) fn simulate<'py>(
     let drafts = drafts.map_or(Ok(Vec::new()), |drafts| recorded_drafts(&drafts.to_vec(py)?))?;
     let workload = sim::Workload { drafts, ..workload(py, &requests, &names, name_block, tenants)? };
     let config = changed_for_simulation(core::Config::default(), settings)?;
-    let machine = machine(&config, step_time, draft_tokens)?;
+    let machine = sim::Machine { draft_tokens, ..machine(step_time)? };
     let routing = router::named(routing)?;
     run(py, |goes_on| sim::simulate_fleet(config, workload.jobs(), &machine, replicas, routing, goes_on))
 }
@@ -60,7 +60,7 @@ pub(crate) fn simulate_models<'py>(
     }
     let models = models.into_iter().map(|(settings, step_time, weight, itl)| {
         let config = changed_for_simulation(core::Config::default(), &settings)?;
-        Ok(sim::SharedModel { config, machine: machine(&config, step_time, 0)?, weight, itl })
+        Ok(sim::SharedModel { config, machine: machine(step_time)?, weight, itl })
     });
     let models = models.collect::<PyResult<Vec<_>>>()?;
     run(py, |goes_on| sim::simulate_models(&models, workload.jobs(), goes_on))
@@ -89,11 +89,9 @@ pub(crate) fn workload(
     Ok(workload)
 }
 
-pub(crate) fn machine(config: &core::Config, step_time: StepTime, draft_tokens: usize) -> PyResult<sim::Machine> {
-    let (curve, decode_seq, context_token, prefill_pair) = step_time;
+pub(crate) fn machine((curve, decode_seq, context_token, prefill_pair): StepTime) -> PyResult<sim::Machine> {
     let step = sim::StepTime::new(curve, decode_seq, context_token, prefill_pair);
-    let step = step.ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))?;
-    Ok(sim::Machine { step, swap_ns_per_block: config.swap_ns_per_block, read_ns_per_block: 0, draft_tokens })
+    step.map(sim::Machine::new).ok_or_else(|| PyValueError::new_err("the step's curve needs two points or more, with rising tokens"))
 }
 
 /// Simulates without the GIL, and returns the reports.

@@ -49,7 +49,7 @@ pub(crate) fn simulate_sessions<'py>(
     let (users, longest_think, warm_up, until, seed) = users;
     let load = sim::ClosedLoop { sessions: recorded, users, longest_think, warm_up, until, seed, block, tenants };
     let config = changed_for_simulation(core::Config::default(), settings)?;
-    let machine = sim::Machine { read_ns_per_block, ..machine(&config, step_time, 0)? };
+    let machine = sim::Machine { read_ns_per_block, ..machine(step_time)? };
     let routing = router::named(routing)?;
     let report = interruptible(py, |goes_on| sim::simulate_sessions(config, &load, beside.jobs(), &machine, replicas, routing, goes_on))?;
     let dict = PyDict::new(py);

@@ -209,8 +209,7 @@ mod tests {
     /// Runs 100 s. Returns by how much the second tenant's service, divided by its weight, was above the first one's: the
     /// least and the most, in units.
     fn differences(tenants: &[Tenant; 2], open_ended: bool, policy: &'static dyn Policy) -> (f64, f64) {
-        let machine =
-            Machine { step: StepTime::linear([0.0, 100.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
+        let machine = Machine::new(StepTime::linear([0.0, 100.0, 200.0, 0.0, 0.0]));
         let base =
             Config { max_num_batched_tokens: 256, max_num_seqs: ROWS, num_kv_blocks: 2001, max_model_len: 4096, ..Config::default() };
         let config = Config { scheduling_policy: policy, enable_prefix_caching: false, ..base };

@@ -38,7 +38,7 @@ pub(crate) struct Replica {
 impl Replica {
     pub(crate) fn new(config: Config, machine: &Machine) -> Result<Self, ConfigError> {
         Ok(Self {
-            scheduler: Scheduler::new(Config { swap_ns_per_block: machine.swap_ns_per_block, ..config })?,
+            scheduler: Scheduler::new(config)?,
             machine: machine.clone(),
             now: 0,
             live: Vec::new(),
@@ -248,7 +248,7 @@ impl Replica {
             }
         }
         self.look(Some(&plan));
-        let swaps = (plan.swap_out.len() + plan.swap_in.len()) as u64 * u64::from(self.machine.swap_ns_per_block) / 1000;
+        let swaps = (plan.swap_out.len() + plan.swap_in.len()) as u64 * u64::from(self.scheduler.config().swap_ns_per_block) / 1000;
         let took = self.machine.step.step(&plan.load) + swaps;
         self.now += took;
         self.report.steps += 1;

@@ -79,13 +79,10 @@ struct Open {
 impl Shadow {
     /// Follows a journal, beside an engine for each of the settings `changed`.
     pub fn new(follower: Follower, changed: &[Config]) -> Result<Self, ConfigError> {
-        let engine = |config: Config| {
-            let step = StepTime::linear([0.0; 5]);
-            Replica::new(config, &Machine { step, swap_ns_per_block: config.swap_ns_per_block, read_ns_per_block: 0, draft_tokens: 0 })
-        };
+        let machine = Machine::new(StepTime::linear([0.0; 5]));
         let settings = std::iter::once(follower.journal().config).chain(changed.iter().copied());
         let mut shadow = Self {
-            engines: settings.map(engine).collect::<Result<_, _>>()?,
+            engines: settings.map(|config| Replica::new(config, &machine)).collect::<Result<_, _>>()?,
             follower,
             begins: None,
             inputs: BTreeMap::new(),

@@ -10,7 +10,7 @@ const SECOND: Time = 1_000_000;
 
 /// Machines where a row of a decoding sequence costs as much as the weights, less, and little.
 fn slow_and_fast_rows() -> [(&'static str, Machine); 4] {
-    let of = |coefficients| Machine { step: StepTime::linear(coefficients), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
+    let of = |coefficients| Machine::new(StepTime::linear(coefficients));
     [
         ("small CPU", of([8_000.0, 2_000.0, 8_000.0, 2.0, 0.1])),
         ("CPU", of([10_000.0, 500.0, 1_000.0, 2.0, 0.2])),

@@ -18,8 +18,7 @@ fn jobs(count: u64, accepted: u32) -> Vec<Job> {
 /// A step takes 9 ms and 1 ms for each token.
 fn run(draft_tokens: usize, jobs: Vec<Job>) -> Report {
     let config = Config { num_kv_blocks: 2000, max_num_batched_tokens: 1024, max_num_seqs: 64, max_model_len: 512, ..Config::default() };
-    let machine =
-        Machine { step: StepTime::linear([9_000.0, 1_000.0, 1_000.0, 0.0, 0.0]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens };
+    let machine = Machine { draft_tokens, ..Machine::new(StepTime::linear([9_000.0, 1_000.0, 1_000.0, 0.0, 0.0])) };
     let report = simulate(config, jobs, &machine).unwrap();
     assert!(report.ended.iter().all(|timeline| (timeline.finish, timeline.output_tokens) == (Some(FinishReason::Length), OUTPUT)));
     report

@@ -13,7 +13,7 @@ fn model(step: u32, weight: u32, itl: Option<Time>) -> SharedModel {
     let config =
         Config { num_kv_blocks: 4001, max_num_batched_tokens: 1024, max_num_seqs: SLOTS, max_model_len: 4096, ..Config::default() };
     let step = StepTime::linear([f64::from(step) * 1000.0, 100.0, 0.0, 0.0, 0.0]);
-    SharedModel { config, machine: Machine { step, swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 }, weight, itl }
+    SharedModel { config, machine: Machine::new(step), weight, itl }
 }
 
 fn job(model: usize, time: Time, tag: u64, prompt: u32, output: u32) -> Job {

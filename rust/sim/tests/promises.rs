@@ -16,7 +16,7 @@ const MS: Time = 1000;
 const SECOND: Time = 1_000_000;
 
 fn machine() -> Machine {
-    Machine { step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]), swap_ns_per_block: 100_000, read_ns_per_block: 0, draft_tokens: 0 }
+    Machine::new(StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]))
 }
 
 fn config() -> Config {
@@ -408,7 +408,7 @@ fn preemption_for_fairness_costs_little_and_vtc_does_none() {
         job.request.tenant = tenant.unwrap_or(27).to_string().into();
         job
     });
-    let machine = Machine { step: StepTime::linear([28_000.0, 200.0, 0.0, 1.0, 0.1]), ..machine() };
+    let machine = Machine::new(StepTime::linear([28_000.0, 200.0, 0.0, 1.0, 0.1]));
     let run = |policy: &'static dyn Policy| {
         let config = Config {
             scheduling_policy: policy,

@@ -99,8 +99,7 @@ fn sessions_that_said_that_they_end_let_the_next_begin_in_a_simulated_run_too() 
     core.take_journal(&mut bytes);
     let journal = ParsedJournal::read(&bytes).unwrap();
     let (replayed, report) = recorded(&journal).unwrap();
-    let step = StepTime::learned(replayed.scheduler.model());
-    let machine = Machine { step, swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
+    let machine = Machine::new(StepTime::learned(replayed.scheduler.model()));
     let simulated = what_if(config, &journal, &replayed, &machine, || true).unwrap();
     let [recorded, simulated] = [report, simulated].map(|report| *report.ttft(|_| true).last().unwrap());
     assert!(simulated < 2 * recorded, "{simulated} µs to a first token, {recorded} µs recorded");
@@ -132,8 +131,7 @@ fn a_simulated_run_finds_as_much_in_the_cache_as_the_recorded_one_with_held_sequ
     let journal = ParsedJournal::read(&bytes).unwrap();
 
     let (replayed, report) = recorded(&journal).unwrap();
-    let machine =
-        Machine { step: StepTime::linear([1000.0, 0.0, 0.0, 0.0, 0.0]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
+    let machine = Machine::new(StepTime::linear([1000.0, 0.0, 0.0, 0.0, 0.0]));
     let simulated = what_if(config, &journal, &replayed, &machine, || true).unwrap();
     let [recorded, simulated] = [report, simulated].map(|report| report.stats.unwrap().counters);
     assert_eq!(recorded.prefix_queries, simulated.prefix_queries);

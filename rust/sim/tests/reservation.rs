@@ -19,23 +19,14 @@ fn jobs(most: u32) -> Vec<Job> {
     (0..600).map(job).collect()
 }
 
-fn run(reservation: Reservation, watermark: u32, jobs: Vec<Job>) -> Report {
+fn config(kv_reservation: Reservation) -> Config {
     // 32 requests of 450 tokens need 900 blocks.
-    let config = Config {
-        num_kv_blocks: 721,
-        max_num_batched_tokens: 256,
-        max_num_seqs: 32,
-        max_model_len: 8192,
-        watermark,
-        kv_reservation: reservation,
-        ..Config::default()
-    };
-    let machine = Machine {
-        step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]),
-        swap_ns_per_block: 100_000,
-        read_ns_per_block: 0,
-        draft_tokens: 0,
-    };
+    let limits = Config { num_kv_blocks: 721, max_num_batched_tokens: 256, max_num_seqs: 32, max_model_len: 8192, ..Config::default() };
+    Config { kv_reservation, ..limits }
+}
+
+fn run(config: Config, jobs: Vec<Job>) -> Report {
+    let machine = Machine::new(StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]));
     let report = simulate(config, jobs, &machine).expect("a sound config");
     assert_eq!(report.completed(), 600);
     report
@@ -54,18 +45,18 @@ fn printed(name: &str, report: &Report) -> (u64, u64, Time) {
 #[test]
 fn nobody_is_preempted_where_max_tokens_are_reserved() {
     for most in [1, 4] {
-        let (without, ..) = printed("no watermark", &run(Reservation::Watermark, 0, jobs(most)));
+        let (without, ..) = printed("no watermark", &run(config(Reservation::Watermark), jobs(most)));
         assert!(without > 50, "memory is short: {without}");
-        let (preemptions, again, _) = printed("max-tokens", &run(Reservation::MaxTokens, 0, jobs(most)));
+        let (preemptions, again, _) = printed("max-tokens", &run(config(Reservation::MaxTokens), jobs(most)));
         assert_eq!((preemptions, again), (0, 0), "allowed {most} times what they generate");
     }
 }
 
 #[test]
 fn the_estimated_peak_admits_more_and_little_is_computed_again_where_lengths_are_known() {
-    printed("watermark 5 %", &run(Reservation::Watermark, 36, jobs(1)));
-    let (_, again, peak) = printed("peak", &run(Reservation::Peak, 0, jobs(1)));
-    let (.., whole) = printed("max-tokens", &run(Reservation::MaxTokens, 0, jobs(1)));
+    printed("watermark 5 %", &run(Config { watermark: 36, ..config(Reservation::Watermark) }, jobs(1)));
+    let (_, again, peak) = printed("peak", &run(config(Reservation::Peak), jobs(1)));
+    let (.., whole) = printed("max-tokens", &run(config(Reservation::MaxTokens), jobs(1)));
     // The peak is not a strict bound, because a sequence whose prompt is in progress runs longer than assumed. The test
     // allows 2 % of all tokens.
     assert!(again * 50 <= 270_000, "{again}");
@@ -75,7 +66,7 @@ fn the_estimated_peak_admits_more_and_little_is_computed_again_where_lengths_are
     for job in &mut told_apart {
         job.request.predicted_tokens = Some(job.len);
     }
-    let (_, again, predicted) = printed("peak, predicted", &run(Reservation::Peak, 0, told_apart));
+    let (_, again, predicted) = printed("peak, predicted", &run(config(Reservation::Peak), told_apart));
     assert!(again * 50 <= 270_000, "{again}");
     assert!(predicted * 100 <= peak * 101, "{predicted} against {peak}");
 }
@@ -87,22 +78,8 @@ fn a_reservation_holds_under_every_policy() {
         for (job, at) in jobs.iter_mut().zip(0..) {
             (job.request.priority, job.request.tenant) = (at % 3, format!("{}", at % 5).into());
         }
-        let config = Config {
-            num_kv_blocks: 721,
-            max_num_batched_tokens: 256,
-            max_num_seqs: 32,
-            max_model_len: 8192,
-            kv_reservation: Reservation::MaxTokens,
-            scheduling_policy: policy,
-            ..Config::default()
-        };
-        let machine = Machine {
-            step: StepTime::linear([20_000.0, 50.0, 200.0, 0.0, 0.0]),
-            swap_ns_per_block: 100_000,
-            read_ns_per_block: 0,
-            draft_tokens: 0,
-        };
-        let counters = simulate(config, jobs, &machine).expect("a sound config").stats.expect("it ran").counters;
+        let config = Config { scheduling_policy: policy, ..config(Reservation::MaxTokens) };
+        let counters = run(config, jobs).stats.expect("it ran").counters;
         assert_eq!((counters.preemptions_recompute, counters.preemptions_swap), (0, 0), "{policy:?}");
     }
 }

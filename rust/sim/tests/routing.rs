@@ -14,8 +14,7 @@ fn job(time: Time, tag: u64, prompt: u32, output: u32) -> Job {
 /// TTFT of prompts of 100 to 4,000 tokens that arrive at random at four engines.
 fn ttft(routing: Routing) -> Vec<Time> {
     let config = Config { num_kv_blocks: 4001, max_num_batched_tokens: 512, max_num_seqs: 64, max_model_len: 8192, ..Config::default() };
-    let machine =
-        Machine { step: StepTime::linear([5000.0, 100.0, 100.0, 0.1, 0.01]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
+    let machine = Machine::new(StepTime::linear([5000.0, 100.0, 100.0, 0.1, 0.01]));
     let (mut state, mut now) = (1_u64, 0);
     let mut random = |below: u64| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -4,12 +4,11 @@ use super::*;
 
 /// Machines with different costs per prompt token: low, high, and zero up to a point on a roofline.
 fn machines() -> [(&'static str, Machine); 3] {
-    let of = |step| Machine { step, swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
     let roofline = StepTime::new(vec![(0.0, 28_000.0), (140.0, 28_000.0), (1140.0, 228_000.0)], 0.0, 1.0, 0.1);
     [
         ("cheap", machine()),
-        ("dear", of(StepTime::linear([10_000.0, 500.0, 1000.0, 2.0, 0.2]))),
-        ("roofline", of(roofline.expect("a curve"))),
+        ("dear", Machine::new(StepTime::linear([10_000.0, 500.0, 1000.0, 2.0, 0.2]))),
+        ("roofline", Machine::new(roofline.expect("a curve"))),
     ]
 }
 
@@ -44,8 +43,7 @@ fn beside_one_long_prompt_streams_are_at_most_three_times_as_slow_as_alone() {
 #[test]
 fn beside_one_long_prompt_steps_may_take_60_ms_where_three_times_alone_is_less() {
     // A small model. A step of one stream takes 4 ms, and a token of a prompt 1 ms.
-    let machine =
-        Machine { step: StepTime::linear([3500.0, 1000.0, 500.0, 0.0, 0.0]), swap_ns_per_block: 0, read_ns_per_block: 0, draft_tokens: 0 };
+    let machine = Machine::new(StepTime::linear([3500.0, 1000.0, 500.0, 0.0, 0.0]));
     for streams in [1, 4] {
         let measure = |target_itl| {
             let prompts = (1..9).map(|at| job(at * SECOND, 1000 + at, 400, 1));
