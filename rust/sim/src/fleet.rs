@@ -113,14 +113,8 @@ impl Fleet {
     }
 
     /// The engines' results, whatever is left to do.
-    pub(crate) fn into_reports(self) -> Vec<Report> {
-        self.engines.into_iter().map(Replica::into_report).collect()
-    }
-
-    /// Runs until all jobs have ended.
-    pub(crate) fn finish(mut self, goes_on: &mut GoesOn<'_>) -> Vec<Report> {
-        self.advance(Time::MAX, goes_on);
-        self.into_reports()
+    pub(crate) fn into_reports(mut self) -> Vec<Report> {
+        self.engines.iter_mut().map(Replica::take_report).collect()
     }
 
     /// Returns whether an engine can go on without a new request.
@@ -199,7 +193,7 @@ mod tests {
 
     fn given(fleet: &Fleet, tenant: &Tenant) -> f64 {
         let of = |engine: &Replica| {
-            let tenants = engine.service().tenants();
+            let tenants = engine.report().service.tenants();
             let found = tenants.iter().find(|(name, _)| **name == *tenant.name);
             found.map_or(0, |(_, windows)| windows.iter().sum::<u64>())
         };

@@ -43,7 +43,7 @@ pub fn simulate_models(
         turns.arrive(job);
     }
     turns.advance(Time::MAX, &mut goes_on);
-    Ok(turns.engines.into_iter().map(Replica::into_report).collect())
+    Ok(turns.engines.iter_mut().map(Replica::take_report).collect())
 }
 
 /// The engines, and the arbiter that chooses whose step is next.

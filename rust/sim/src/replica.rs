@@ -173,12 +173,6 @@ impl Replica {
         self.cancellations.extend(cancelled_at.map(|cancelled_at| (cancelled_at, tag)));
     }
 
-    /// Service of each tenant so far.
-    #[cfg(test)]
-    pub(crate) fn service(&self) -> &crate::service::Service {
-        &self.report.service
-    }
-
     /// The results so far, without the scheduler's counters.
     pub(crate) fn report(&self) -> &Report {
         &self.report
@@ -192,11 +186,6 @@ impl Replica {
     /// Sets the duration of the next steps.
     pub(crate) fn set_step_time(&mut self, step: StepTime) {
         self.machine.step = step;
-    }
-
-    /// The results so far.
-    pub(crate) fn into_report(mut self) -> Report {
-        self.take_report()
     }
 
     /// Ends the jobs that are cancelled or past their deadline.

@@ -35,7 +35,8 @@ pub fn simulate_fleet(
         fleet.advance(job.time, &mut goes_on);
         fleet.route(job);
     }
-    Ok(fleet.finish(&mut goes_on))
+    fleet.advance(Time::MAX, &mut goes_on);
+    Ok(fleet.into_reports())
 }
 
 /// Simulates what a journal has in other circumstances, taken from its [replay](ParsedJournal::replay): its requests, and what callers said
@@ -54,5 +55,5 @@ pub fn what_if(
         engine.enter(input, time);
     }
     engine.advance(Time::MAX, &mut goes_on);
-    Ok(engine.into_report())
+    Ok(engine.take_report())
 }

@@ -1,6 +1,8 @@
 //! The guarantees of docs/several-models.md, measured in virtual time.
 
-use chairlift_core::{Config, Fair, FinishReason, MAX_WAIT, Request, Routing, Time, Timeline};
+mod jobs;
+
+use chairlift_core::{Config, Fair, FinishReason, MAX_WAIT, Routing, Time, Timeline};
 use chairlift_sim::{Job, Machine, Report, SharedModel, StepTime, percentile, simulate, simulate_fleet, simulate_models};
 use std::sync::Arc;
 
@@ -17,9 +19,7 @@ fn model(step: u32, weight: u32, itl: Option<Time>) -> SharedModel {
 }
 
 fn job(model: usize, time: Time, tag: u64, prompt: u32, output: u32) -> Job {
-    let prompt = (0..prompt).map(|at| 1 + tag as u32 * 10_000 + at).collect();
-    let request = Request { tag, prompt, max_new_tokens: output, ..Request::default() };
-    Job { time, request, len: output, model, ..Job::default() }
+    Job { model, ..jobs::job(time, tag, prompt, output) }
 }
 
 /// More requests than a model has slots. They arrive at the start and end at `until`.
@@ -28,8 +28,7 @@ fn overload(model: usize, tags: u64, until: Time) -> impl Iterator<Item = Job> {
 }
 
 fn run(models: &[SharedModel], jobs: impl IntoIterator<Item = Job>) -> Vec<Report> {
-    let mut jobs: Vec<Job> = jobs.into_iter().collect();
-    jobs.sort_by_key(|job| job.time);
+    let jobs = jobs::sorted(jobs.into_iter().collect());
     let reports = simulate_models(models, jobs.iter().cloned(), || true).expect("sound configs");
     for (model, report) in reports.iter().enumerate() {
         assert_eq!(report.ended.len(), jobs.iter().filter(|job| job.model == model).count(), "every request ends at its model");
