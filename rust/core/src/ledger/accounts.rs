@@ -7,7 +7,7 @@ use super::recent_steps::RecentSteps;
 use super::saturation::Saturation;
 use super::service::{CostMeter, ServiceCost, Totals};
 use super::stats::Counters;
-use super::timeline::{Account, AccountState, Clocks, Timeline, TimelineState};
+use super::timeline::{Account, Clocks, StateInGroup, Timeline, TimelineState};
 use crate::memory::User;
 use crate::policy::{Grouping, PreemptionReason, Rules};
 use crate::request::{FinishReason, SeqId, Time};
@@ -149,14 +149,9 @@ impl Accounts {
         self.tenants.usage(tenant).held_block_us += blocks as u64 * time;
     }
 
-    /// Closes an account's state and begins the next one. `group` orders the request in the queue.
-    pub(crate) fn enter(&self, account: &mut Account, leaves: AccountState, enters: AccountState, group: u32) {
-        account.enter(leaves, enters, &self.clocks, group, self.others());
-    }
-
-    /// Continues an account's state in another group, given as the old and the new one.
-    pub(crate) fn change_group(&self, account: &mut Account, state: AccountState, groups: (u32, u32)) {
-        account.change_group(state, &self.clocks, groups, self.others());
+    /// Closes an account's state and begins the next one.
+    pub(crate) fn enter(&self, account: &mut Account, leaves: StateInGroup, enters: StateInGroup) {
+        account.enter(leaves, enters, &self.clocks, self.others());
     }
 
     /// Records the number of blocks that a sequence holds from now on.
@@ -405,9 +400,9 @@ impl Accounts {
         self.mean_output
     }
 
-    /// Reads an account into a timeline, up to now: the time in each state, preemptions and drafts. `group` orders the request in the queue.
-    pub(crate) fn read(&self, account: &Account, state: AccountState, group: u32, timeline: &mut Timeline) {
-        account.read(state, &self.clocks, group, self.others(), timeline);
+    /// Reads an account into a timeline, up to now: the time in each state, preemptions and drafts.
+    pub(crate) fn read(&self, account: &Account, state: StateInGroup, timeline: &mut Timeline) {
+        account.read(state, &self.clocks, self.others(), timeline);
     }
 
     /// Stores the timeline of an ended request.

@@ -20,8 +20,9 @@ pub struct SlotSeen {
     pub priority: i32,
     /// The request's tier.
     pub tier: Tier,
-    /// `prefill`, `recompute`, `decode` or `stalled`.
-    pub state: &'static str,
+    /// [`Prefill`](TimelineState::Prefill), [`Recompute`](TimelineState::Recompute), [`Decode`](TimelineState::Decode) or
+    /// [`Stalled`](TimelineState::Stalled).
+    pub state: TimelineState,
     /// Prompt tokens.
     pub prompt_tokens: u32,
     /// Leading tokens with KV in the cache, counting the step in flight.

@@ -158,23 +158,8 @@ impl Timeline {
     }
 }
 
-/// A sequence's state for its account.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum AccountState {
-    New,
-    Waiting,
-    Grammar,
-    ReadCache,
-    Fork,
-    Session,
-    Prefill,
-    Decode,
-    Stalled,
-    Preempted,
-    Swapped,
-    Recompute,
-}
+/// A sequence's state, `None` in the queue, and the group that orders the sequence there.
+pub(crate) type StateInGroup = (Option<TimelineState>, u32);
 
 /// Clocks shared by all sequences.
 #[derive(Debug, Default)]
@@ -304,31 +289,20 @@ impl Account {
     }
 
     /// Closes the state `leaves` and begins `enters`. `others` is the state to book while another group is next.
-    pub(crate) fn enter(&mut self, leaves: AccountState, enters: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
-        self.book(leaves, clocks, group, others);
-        self.begin(enters, clocks, group);
-    }
-
-    /// Continues the state in another group, given as the old and the new one.
-    pub(crate) fn change_group(&mut self, state: AccountState, clocks: &Clocks, (from, to): (u32, u32), others: TimelineState) {
-        self.book(state, clocks, from, others);
-        self.begin(state, clocks, to);
-    }
-
-    fn begin(&mut self, state: AccountState, clocks: &Clocks, group: u32) {
+    pub(crate) fn enter(&mut self, leaves: StateInGroup, enters: StateInGroup, clocks: &Clocks, others: TimelineState) {
+        self.book(leaves, clocks, others);
         self.since = clocks.now;
-        self.base = match state {
-            AccountState::Waiting => clocks.groups[group as usize],
-            _ => [clocks.several, clocks.prefill, 0, 0],
+        self.base = match enters {
+            (None, group) => clocks.groups[group as usize],
+            (Some(_), _) => [clocks.several, clocks.prefill, 0, 0],
         };
     }
 
-    fn book(&mut self, state: AccountState, clocks: &Clocks, group: u32, others: TimelineState) {
+    fn book(&mut self, (state, group): StateInGroup, clocks: &Clocks, others: TimelineState) {
         let mut add = |cause: TimelineState, time: Time| self.states[cause as usize] += time;
         let passed = clocks.now - self.since;
         match state {
-            AccountState::New => add(TimelineState::WaitStep, passed),
-            AccountState::Waiting => {
+            None => {
                 let mut rest = passed;
                 for (limit, (clock, base)) in clocks.groups[group as usize].iter().zip(&self.base).enumerate() {
                     add(TimelineState::NAMES[limit].0, clock - base);
@@ -336,24 +310,17 @@ impl Account {
                 }
                 add(others, rest);
             }
-            AccountState::Grammar => add(TimelineState::Grammar, passed),
-            AccountState::ReadCache => add(TimelineState::ReadCache, passed),
-            AccountState::Fork => add(TimelineState::WaitFork, passed),
-            AccountState::Session => add(TimelineState::WaitSession, passed),
-            AccountState::Prefill => {
+            Some(TimelineState::Prefill) => {
                 let shared = clocks.several - self.base[0];
                 add(TimelineState::PrefillShared, shared);
                 add(TimelineState::Prefill, passed - shared);
             }
-            AccountState::Decode => {
+            Some(TimelineState::Decode) => {
                 let shared = clocks.prefill - self.base[1];
                 add(TimelineState::DecodeShared, shared);
                 add(TimelineState::Decode, passed - shared);
             }
-            AccountState::Stalled => add(TimelineState::Stalled, passed),
-            AccountState::Preempted => add(TimelineState::Preempted, passed),
-            AccountState::Swapped => add(TimelineState::Swapped, passed),
-            AccountState::Recompute => add(TimelineState::Recompute, passed),
+            Some(state) => add(state, passed),
         }
     }
 
@@ -427,9 +394,9 @@ impl Account {
     }
 
     /// Writes the account of a sequence in `state`, up to now, to `timeline`.
-    pub(crate) fn read(&self, state: AccountState, clocks: &Clocks, group: u32, others: TimelineState, timeline: &mut Timeline) {
+    pub(crate) fn read(&self, state: StateInGroup, clocks: &Clocks, others: TimelineState, timeline: &mut Timeline) {
         let mut copy = Self { since: self.since, base: self.base, states: self.states, ..Self::default() };
-        copy.book(state, clocks, group, others);
+        copy.book(state, clocks, others);
         timeline.states = copy.states;
         timeline.block_us = self.block_us + self.held * (clocks.now - self.held_since);
         timeline.recomputed_tokens = self.recomputed_tokens;

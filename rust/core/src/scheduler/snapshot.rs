@@ -1,10 +1,10 @@
 //! Snapshots of the scheduler's state.
 
 use super::Scheduler;
-use crate::ledger::{SlotSeen, Snapshot, StepSeen, TimelineState, WaitSeen};
+use crate::ledger::{SlotSeen, Snapshot, StepSeen, WaitSeen};
 use crate::memory::BlockUse;
-use crate::request::{Preparation, Tier, Time};
-use crate::sequence::{Phase, Sequence, Stage};
+use crate::request::{Tier, Time};
+use crate::sequence::Sequence;
 use crate::step::StepPlan;
 use std::sync::Arc;
 
@@ -58,19 +58,13 @@ impl Scheduler {
     }
 
     fn slot_seen(&self, seq: &Sequence, now: Time) -> SlotSeen {
-        let state = match seq.phase() {
-            Phase::Running { stage: Stage::Decode, .. } => "decode",
-            Phase::Running { stage: Stage::Recompute, .. } => "recompute",
-            Phase::Running { stage: Stage::Stalled, .. } => "stalled",
-            _ => "prefill",
-        };
         SlotSeen {
             slot: seq.slot().expect("it runs"),
             tag: seq.spec().tag,
             tenant: Arc::clone(self.accounts.tenant(seq.member())),
             priority: seq.request().priority,
             tier: seq.request().tier,
-            state,
+            state: seq.phase().state().expect("it runs"),
             prompt_tokens: seq.spec().prompt_len,
             computed_tokens: seq.computed(),
             output_tokens: seq.output_tokens(),
@@ -80,16 +74,10 @@ impl Scheduler {
     }
 
     fn wait_seen(&self, seq: &Sequence, now: Time) -> WaitSeen {
-        let state = match (seq.phase(), self.accounts.blocked()) {
-            (Phase::Swapped { .. }, _) => TimelineState::Swapped,
-            (Phase::Preempted, _) => TimelineState::Preempted,
-            (Phase::Preparing(Preparation::Grammar), _) => TimelineState::Grammar,
-            (Phase::Preparing(Preparation::ReadCache), _) => TimelineState::ReadCache,
-            (Phase::WaitSession { .. }, _) => TimelineState::WaitSession,
-            (Phase::New, _) => TimelineState::WaitStep,
-            (_, Some((group, cause))) if group == seq.member().group => cause,
+        let state = seq.phase().state().unwrap_or_else(|| match self.accounts.blocked() {
+            Some((group, cause)) if group == seq.member().group => cause,
             _ => self.accounts.others(),
-        };
+        });
         let since = if seq.has_started() { seq.account.since() } else { seq.times().arrived };
         WaitSeen {
             tag: seq.spec().tag,

@@ -156,7 +156,8 @@ impl Sequence {
 
     /// Moves the sequence to another class. `member` has its new groups.
     pub(crate) fn change_class(&mut self, priority: i32, member: Member, accounts: &Accounts) {
-        accounts.change_group(&mut self.account, self.phase.state(), (self.member.group, member.group));
+        let state = self.phase.state();
+        accounts.enter(&mut self.account, (state, self.member.group), (state, member.group));
         self.spec.request.priority = priority;
         self.member = member;
     }
@@ -169,7 +170,8 @@ impl Sequence {
 
     /// Closes the current phase in the account and begins `phase`.
     pub(crate) fn enter(&mut self, phase: Phase, accounts: &Accounts) {
-        accounts.enter(&mut self.account, self.phase.state(), phase.state(), self.member.group);
+        let group = self.member.group;
+        accounts.enter(&mut self.account, (self.phase.state(), group), (phase.state(), group));
         self.phase = phase;
     }
 
@@ -212,7 +214,7 @@ impl Sequence {
             tier: self.spec.request.tier,
             queue_position: self.queue_position(),
         };
-        accounts.read(&self.account, self.phase.state(), self.member.group, &mut timeline);
+        accounts.read(&self.account, (self.phase.state(), self.member.group), &mut timeline);
         timeline
     }
 

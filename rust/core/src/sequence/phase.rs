@@ -1,6 +1,6 @@
 //! The phases of a request, and the resources that a waiting request lacks.
 
-use crate::ledger::{AccountState, TimelineState};
+use crate::ledger::TimelineState;
 use crate::request::Preparation;
 
 /// The phase of a request. No other state repeats it.
@@ -49,22 +49,22 @@ pub(crate) enum Stage {
 }
 
 impl Phase {
-    /// The state for the timeline.
-    pub(crate) fn state(self) -> AccountState {
-        match self {
-            Self::New => AccountState::New,
-            Self::Queued => AccountState::Waiting,
-            Self::Preparing(Preparation::Grammar) => AccountState::Grammar,
-            Self::Preparing(Preparation::ReadCache) => AccountState::ReadCache,
-            Self::WaitSession { .. } => AccountState::Session,
-            Self::WaitingOnParent => AccountState::Fork,
-            Self::Preempted => AccountState::Preempted,
-            Self::Swapped { .. } => AccountState::Swapped,
-            Self::Running { stage: Stage::Prefill, .. } => AccountState::Prefill,
-            Self::Running { stage: Stage::Recompute, .. } => AccountState::Recompute,
-            Self::Running { stage: Stage::Stalled, .. } => AccountState::Stalled,
-            Self::Running { stage: Stage::Decode, .. } => AccountState::Decode,
-        }
+    /// The state for the timeline. `None` in the queue, where it depends on the group that is next.
+    pub(crate) fn state(self) -> Option<TimelineState> {
+        Some(match self {
+            Self::New => TimelineState::WaitStep,
+            Self::Queued => return None,
+            Self::Preparing(Preparation::Grammar) => TimelineState::Grammar,
+            Self::Preparing(Preparation::ReadCache) => TimelineState::ReadCache,
+            Self::WaitSession { .. } => TimelineState::WaitSession,
+            Self::WaitingOnParent => TimelineState::WaitFork,
+            Self::Preempted => TimelineState::Preempted,
+            Self::Swapped { .. } => TimelineState::Swapped,
+            Self::Running { stage: Stage::Prefill, .. } => TimelineState::Prefill,
+            Self::Running { stage: Stage::Recompute, .. } => TimelineState::Recompute,
+            Self::Running { stage: Stage::Stalled, .. } => TimelineState::Stalled,
+            Self::Running { stage: Stage::Decode, .. } => TimelineState::Decode,
+        })
     }
 
     /// Tokens with KV in host memory.

@@ -24,7 +24,7 @@ fn rows_and_those_who_wait_are_there_with_what_they_wait_for() {
     let seen = look(&mut lab);
     let slots: Vec<_> =
         seen.slots.iter().map(|row| (row.tag, row.state, row.prompt_tokens, row.computed_tokens, row.blocks, row.age)).collect();
-    assert_eq!(slots, [(1, "decode", 16, 16, 1, 1500), (2, "prefill", 40, 16, 3, 1500)]);
+    assert_eq!(slots, [(1, TimelineState::Decode, 16, 16, 1, 1500), (2, TimelineState::Prefill, 40, 16, 3, 1500)]);
     assert_eq!((&*seen.slots[0].tenant, seen.slots[0].priority, seen.slots[0].output_tokens), ("a", 3, 1));
     assert_ne!(seen.slots[0].slot, seen.slots[1].slot);
     let waiting: Vec<_> = seen.waiting.iter().map(|one| (one.tag, one.state, one.prompt_tokens, one.waited)).collect();
