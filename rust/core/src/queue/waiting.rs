@@ -2,8 +2,8 @@
 
 use super::awaited::Awaited;
 use super::order::{Queue, Walk};
+use super::shares::Shares;
 use crate::config::Batching;
-use crate::ledger::ServiceCost;
 use crate::memory::BlockHash;
 use crate::policy::{Key, Rules};
 use crate::request::{ArrivalNumber, Preparation, SeqId, TIERS, Tier, Time};
@@ -273,30 +273,13 @@ impl Waiting {
         self.queue.iter()
     }
 
-    /// Creates the counter of a tenant that was never served.
-    pub(crate) fn introduce_tenant(&mut self, tenant: u32) {
-        self.queue.shares_mut().introduce(tenant);
+    /// The tenants' virtual counters.
+    pub(crate) fn shares(&self) -> &Shares {
+        self.queue.shares()
     }
 
-    /// Charges service to a tenant.
-    #[inline]
-    pub(crate) fn charge(&mut self, tenant: u32, service: u64, weight: u32) {
-        self.queue.shares_mut().charge(tenant, service, weight);
-    }
-
-    /// Charges a tenant for external service.
-    pub(crate) fn charge_external(&mut self, tenant: u32, us: Time, cost: ServiceCost) {
-        self.queue.shares_mut().charge_external(tenant, us, cost);
-    }
-
-    /// Service of each tenant since the last call.
-    pub(crate) fn take_service(&mut self, cost: ServiceCost) -> Vec<(u32, Time)> {
-        self.queue.shares_mut().take_service(cost)
-    }
-
-    /// Service of a tenant divided by its weight.
-    pub(crate) fn service(&self, tenant: u32) -> u64 {
-        self.queue.shares().counter(tenant)
+    pub(crate) fn shares_mut(&mut self) -> &mut Shares {
+        self.queue.shares_mut()
     }
 
     /// Makes a sequence await one of its blocks: see [`Awaited::enter`].

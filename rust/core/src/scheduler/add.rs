@@ -104,7 +104,7 @@ impl Scheduler {
         let (member, new) = self.accounts.enroll(&seq.request().tenant, seq.request().priority);
         seq.join(member, self.accounts.user(member.tenant));
         if new && self.rules.takes_turns() {
-            self.waiting.introduce_tenant(member.tenant);
+            self.waiting.shares_mut().introduce(member.tenant);
         }
         self.waiting.arrive();
         let id = self.seqs.insert(seq);

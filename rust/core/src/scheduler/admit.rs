@@ -290,7 +290,7 @@ impl Scheduler {
             let looked_for = self.config.enable_prefix_caching && seq.parent().is_none();
             self.accounts.count_admission(prompt_len, computed.tokens, looked_for, seq.blocks.lost_hit().tokens);
             if let Some(charges) = self.rules.charges().filter(|_| !seq.is_background()) {
-                self.waiting.charge(member.tenant, charges.service(u64::from(prompt_len - computed.tokens), 0), weight);
+                self.waiting.shares_mut().charge(member.tenant, charges.service(u64::from(prompt_len - computed.tokens), 0), weight);
             }
         }
         let slot = self.running.assign(id, seq);

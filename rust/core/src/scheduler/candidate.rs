@@ -63,7 +63,7 @@ impl Scheduler {
 
     /// The service of a sequence's tenant divided by its weight, where tenants take turns. 0 elsewhere.
     pub(super) fn tenant_service(&self, seq: &Sequence) -> u64 {
-        if self.rules.takes_turns() { self.waiting.service(seq.member().tenant) } else { 0 }
+        if self.rules.takes_turns() { self.waiting.shares().counter(seq.member().tenant) } else { 0 }
     }
 
     /// The time at which a sequence has missed its deadline, or is dropped by the policy. `None` without a deadline: no policy can drop

@@ -16,7 +16,7 @@ impl Scheduler {
         let finish = deliver_accepted(seq, sampled, outputs);
         let given = (outputs.tokens.len() - before) as u64 - u64::from(finish == Some(FinishReason::Error));
         if let Some(charges) = self.rules.charges().filter(|_| !seq.is_background()) {
-            self.waiting.charge(seq.member().tenant, charges.service(0, given), seq.request().weight);
+            self.waiting.shares_mut().charge(seq.member().tenant, charges.service(0, given), seq.request().weight);
         }
         let was_decoding = seq.is_decoding();
         if !was_decoding {

@@ -153,7 +153,7 @@ impl Scheduler {
     fn insert_held(&mut self, tenant: &Arc<str>, blocks: SeqBlocks, computed: u32, session: Option<SessionRef>) -> HeldId {
         let (tenant, new) = self.accounts.open_held(tenant);
         if new && self.rules.takes_turns() {
-            self.waiting.introduce_tenant(tenant);
+            self.waiting.shares_mut().introduce(tenant);
         }
         self.held.open(tenant, blocks, computed, session, self.accounts.now())
     }

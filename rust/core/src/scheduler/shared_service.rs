@@ -21,7 +21,7 @@ impl Scheduler {
             return;
         }
         if let (Some(tenant), Some(cost)) = (self.accounts.known_tenant(tenant), self.accounts.service_cost()) {
-            self.waiting.charge_external(tenant, us, cost);
+            self.waiting.shares_mut().charge_external(tenant, us, cost);
         }
     }
 
@@ -33,7 +33,7 @@ impl Scheduler {
             return Vec::new();
         }
         let Some(cost) = self.accounts.take_service_cost() else { return Vec::new() };
-        let taken = self.waiting.take_service(cost);
+        let taken = self.waiting.shares_mut().take_service(cost);
         taken.into_iter().map(|(tenant, us)| (Arc::clone(self.accounts.tenant_name(tenant)), us)).collect()
     }
 }

@@ -100,13 +100,13 @@ impl Scheduler {
         }
         let now = self.accounts.now();
         self.sessions.park_excess(self.session_blocks(FILL.1) as u32, now, &mut self.kv);
-        while let Some((session, is_due)) = self.sessions.next(now, |tenant| self.waiting.service(tenant)) {
+        while let Some((session, is_due)) = self.sessions.next(now, |tenant| self.waiting.shares().counter(tenant)) {
             let reload = self.session_reload(session);
             let blocks = self.session_blocks(FILL.0) as u32;
             if !self.sessions.fits(session, blocks) && self.evict_quiet_held(reload.takes) {
                 continue;
             }
-            let service = |tenant| self.waiting.service(tenant);
+            let service = |tenant| self.waiting.shares().counter(tenant);
             let machine = Machine { now, blocks, service: &service, model: &self.model };
             if !self.sessions.make_room(session, reload, is_due, &machine, &mut self.kv) {
                 break;
