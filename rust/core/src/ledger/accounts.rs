@@ -39,7 +39,7 @@ pub(crate) struct Accounts {
     energy: Option<Energy>,
     tenants: Groups<Arc<str>>,
     classes: Groups<i32>,
-    counters: Counters,
+    pub(crate) counters: Counters,
     /// Mean output tokens of recent requests.
     mean_output: Option<f64>,
     ended: VecDeque<Timeline>,
@@ -308,10 +308,6 @@ impl Accounts {
         self.classes.iter()
     }
 
-    pub(crate) fn counters(&self) -> &Counters {
-        &self.counters
-    }
-
     /// Counts a request's first admission, with `computed` tokens of its prompt, which were looked for in the cache if
     /// `looked_for`. `lost` tokens more were cached without a state.
     pub(crate) fn count_admission(&mut self, prompt_tokens: u32, computed: u32, looked_for: bool, lost: u32) {
@@ -322,28 +318,6 @@ impl Accounts {
             self.counters.prefix_hits += u64::from(computed);
             self.counters.lost_hit_tokens += u64::from(lost);
         }
-    }
-
-    /// Counts tokens that were already computed before a preemption.
-    pub(crate) fn count_recomputed(&mut self, tokens: u32) {
-        self.counters.recomputed_tokens += u64::from(tokens);
-    }
-
-    /// Counts tokens that a step computes.
-    #[inline]
-    pub(crate) fn count_computed(&mut self, tokens: u32) {
-        self.counters.computed_tokens += u64::from(tokens);
-    }
-
-    /// Counts those of the computed tokens that are a prompt's.
-    pub(crate) fn count_prompt(&mut self, tokens: u32) {
-        self.counters.computed_prompt_tokens += u64::from(tokens);
-    }
-
-    /// Counts sampled tokens.
-    #[inline]
-    pub(crate) fn count_generated(&mut self, tokens: u64) {
-        self.counters.generated_tokens += tokens;
     }
 
     fn service_totals(&self) -> Totals {
@@ -378,21 +352,6 @@ impl Accounts {
         } else {
             self.counters.preemptions_recompute += 1;
         }
-    }
-
-    /// Counts blocks copied to host memory.
-    pub(crate) fn count_swapped(&mut self, blocks: usize) {
-        self.counters.swapped_blocks += blocks as u64;
-    }
-
-    /// Counts a missed deadline.
-    pub(crate) fn count_expired(&mut self) {
-        self.counters.expired += 1;
-    }
-
-    /// Counts a request rejected because the queue was full.
-    pub(crate) fn count_queue_full(&mut self) {
-        self.counters.rejected_queue_full += 1;
     }
 
     /// Mean output tokens of recent requests. `None` if no request has ended.

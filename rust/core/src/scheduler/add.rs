@@ -122,7 +122,7 @@ impl Scheduler {
             full("prompt tokens", backlog.prompt_tokens + u64::from(prompt), limit)
         });
         checked.map_err(|(what, queued, limit)| {
-            self.accounts.count_queue_full();
+            self.accounts.counters.rejected_queue_full += 1;
             Rejected::QueueFull { what, queued, limit, retry_after: self.predicted_wait() }
         })
     }

@@ -280,7 +280,7 @@ impl Scheduler {
         seq.reserve_tokens();
         let (is_first, now, member) = (!seq.has_started(), self.accounts.now(), seq.member());
         let again = seq.start(computed, now);
-        self.accounts.count_recomputed(again);
+        self.accounts.counters.recomputed_tokens += u64::from(again);
         let (prompt_len, weight) = (seq.spec().prompt_len, seq.request().weight);
         if is_first {
             self.waiting.start_batch_member();

@@ -43,7 +43,7 @@ impl Scheduler {
         plan.foreground = plan.load;
         self.plan_limited(&mut limited, plan, budget, &mut spare);
         self.running.give_limited(limited);
-        self.accounts.count_computed(plan.load.decode_seqs);
+        self.accounts.counters.computed_tokens += u64::from(plan.load.decode_seqs);
     }
 
     /// Plans the next tokens of decoding background sequences as far as there is room. The one that has waited longest for a token
@@ -89,8 +89,9 @@ impl Scheduler {
         plan.load.decode_seqs += 1;
         plan.load.drafted_tokens += again + drafted;
         plan.load.context_tokens += u64::from(last + drafted);
-        self.accounts.count_computed(again + drafted);
-        self.accounts.count_prompt(u32::from(last <= seq.spec().prompt_len));
+        let counters = &mut self.accounts.counters;
+        counters.computed_tokens += u64::from(again + drafted);
+        counters.computed_prompt_tokens += u64::from(last <= seq.spec().prompt_len);
         let grew = seq.blocks.held() > table_from;
         let from = if grew || len > 1 { table_from as u32 } else { WHOLE_TABLE };
         plan.chunks.push(seq.next_chunk(id, len, from, block_size));

@@ -168,7 +168,7 @@ impl Scheduler {
             let missed = due.is_some_and(|due| due <= now);
             self.deadlines.watch(id, &mut self.seqs[id], due.filter(|_| !missed));
             if missed {
-                self.accounts.count_expired();
+                self.accounts.counters.expired += 1;
                 ended.push(self.leave_early(id, FinishReason::Deadline));
             }
         }
@@ -210,8 +210,7 @@ impl Scheduler {
         self.bound_prefill(&plan, &mut budget, backlog);
         self.plan_prefills(&mut plan, &mut budget, room.reserved);
         self.accounts.run_step(plan.chunks.len(), plan.load.prefill_tokens > 0);
-        let copied = self.kv.end_plan(&mut plan.swap_out);
-        self.accounts.count_swapped(copied);
+        self.accounts.counters.swapped_blocks += self.kv.end_plan(&mut plan.swap_out) as u64;
         if plan.chunks.is_empty() {
             let stall = self.stall();
             self.note_backlog(stall);
@@ -258,7 +257,7 @@ impl Scheduler {
             }
         }
         let none = outputs.ended.iter().filter(|ended| ended.finish == Some(FinishReason::Error) || ended.output_tokens == 0).count();
-        self.accounts.count_generated((outputs.tokens.len() - none) as u64);
+        self.accounts.counters.generated_tokens += (outputs.tokens.len() - none) as u64;
         self.accounts.observe_service_cost();
         if !self.steps.in_flight() {
             self.accounts.run_step(0, false);

@@ -136,8 +136,9 @@ impl Scheduler {
         } else if let Some(room) = &mut plan.background {
             room.take_prompt(self.model.prefill(from.into(), len.into()));
         }
-        self.accounts.count_computed(len);
-        self.accounts.count_prompt(seq.spec().prompt_len.saturating_sub(from).min(len));
+        let counters = &mut self.accounts.counters;
+        counters.computed_tokens += u64::from(len);
+        counters.computed_prompt_tokens += u64::from(seq.spec().prompt_len.saturating_sub(from).min(len));
         plan.chunks.push(seq.next_chunk(id, len, table_from, self.config.block_size));
         self.seal(id, plan.step);
     }

@@ -61,7 +61,7 @@ impl Scheduler {
             step_us: step_ns / 1000,
             energy_uj: energy.map(|(total, _)| total),
             idle_energy_uj: energy.map(|(_, idle)| idle),
-            ..*self.accounts.counters()
+            ..self.accounts.counters
         }
     }
 
