@@ -55,18 +55,6 @@ impl SeqId {
     }
 }
 
-impl HeldId {
-    /// The handle as an integer, for callers in other languages.
-    pub fn to_bits(self) -> u64 {
-        self.data().as_ffi()
-    }
-
-    /// The handle from [`to_bits`](Self::to_bits). Any other number refers to no held sequence.
-    pub fn from_bits(bits: u64) -> Self {
-        KeyData::from_ffi(bits).into()
-    }
-}
-
 /// The held sequence that a request continues. If the request ends by a stop or by its length, the held sequence gets
 /// the request's computed tokens. Otherwise it stays as it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
