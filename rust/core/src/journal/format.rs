@@ -15,6 +15,7 @@ use thiserror::Error;
 
 const MAGIC: &[u8] = b"chairlift-journal-";
 const VERSION: &[u8] = b"4\n";
+/// The checksum before the first frame, and the hash before the first decision.
 pub(crate) const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Why a journal cannot be read.
@@ -81,7 +82,7 @@ impl Writer {
         let mut sum = SEED;
         let mut frames = [MAGIC, VERSION].concat();
         put_frame(&mut frames, &settings, &mut sum);
-        Self { frames, records: Vec::new(), sum, now: 0, hash: digest_seed() }
+        Self { frames, records: Vec::new(), sum, now: 0, hash: SEED }
     }
 
     /// Appends everything recorded since the previous call to `bytes`.
@@ -190,11 +191,6 @@ impl<'a> Frames<'a> {
 pub(crate) fn fold(a: u64, b: u64) -> u64 {
     let wide = u128::from(a) * u128::from(b);
     (wide as u64) ^ (wide >> 64) as u64
-}
-
-/// The hash before the first decision.
-pub(crate) fn digest_seed() -> u64 {
-    SEED
 }
 
 /// Adds a plan's decisions, or the absence of a plan, to the hash of all earlier decisions.

@@ -1,6 +1,6 @@
 //! Replays a journal and checks that every decision is the same.
 
-use super::format::{digest, digest_seed};
+use super::format::{SEED, digest};
 use super::parsed::{ParsedJournal, STOP};
 use super::record::{Call, Sampled};
 use crate::batch::{Output, Outputs};
@@ -153,7 +153,7 @@ impl Replay {
             live: LiveIds::default(),
             in_flight: VecDeque::new(),
             outputs: Outputs::default(),
-            hash: digest_seed(),
+            hash: SEED,
             plans: 0,
             differs_at: None,
             ended: Vec::new(),
