@@ -156,7 +156,7 @@ macro_rules! optional {
 }
 
 /// Every setting, in the order in which settings are applied. A later setting may depend on earlier ones.
-pub const SETTINGS: [Setting; 26] = [
+pub static SETTINGS: [Setting; 26] = [
     number!(num_kv_blocks, 2, U32, "Blocks in the KV cache, scratch block 0 included."),
     number!(block_size, 1, INT, "Tokens in a block."),
     number!(max_num_batched_tokens, 1, INT, "Tokens in a step."),
@@ -292,9 +292,8 @@ impl Setting {
 
     /// The setting with this name, or with this former name.
     pub fn named(name: &str) -> Result<&'static Self, SettingError> {
-        static TABLE: [Setting; SETTINGS.len()] = SETTINGS;
         let name = FORMER_NAMES.iter().find(|(former, _)| *former == name).map_or(name, |(_, now)| now);
-        TABLE.iter().find(|setting| setting.name == name).ok_or_else(|| SettingError::Unknown { name: name.into() })
+        SETTINGS.iter().find(|setting| setting.name == name).ok_or_else(|| SettingError::Unknown { name: name.into() })
     }
 
     /// The error for a value that the setting does not accept.
