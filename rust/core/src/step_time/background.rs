@@ -70,7 +70,8 @@ impl BackgroundCost {
     /// do alone. `prompts` is set if other requests' prompts are in progress or wait. `plan` is the number of the plan.
     pub(crate) fn room(&self, model: &StepModel, slowdown: f64, foreground: &Load, prompts: bool, plan: u64, now: Time) -> BackgroundRoom {
         let (time, owed) = self.time(model, slowdown, foreground, prompts, plan, now);
-        BackgroundRoom::new(model, foreground, time, owed)
+        let [_, _, _, context_token, _] = model.coefficients();
+        BackgroundRoom { time, owed, row: model.row(foreground), context_token }
     }
 
     /// Predicted microseconds that the background may add, and whether it gets a token whatever it costs.
@@ -87,7 +88,7 @@ impl BackgroundCost {
         }
         let alone = measured.unwrap_or_else(|| model.step(&base));
         match (decodes, prompts) {
-            (false, false) if self.had_others(EXPECTED_FOR, now) => ((slowdown - 1.0) * alone, true),
+            (false, false) if self.expects_others(now) => ((slowdown - 1.0) * alone, true),
             (false, false) => ((ALONE - 1.0) * alone, true),
             (true, false) => (self.predicted((AIM * slowdown - 1.0) * alone), plan % OWED_EVERY == 1),
             (_, true) => (self.predicted(BESIDE_PROMPTS * (slowdown - 1.0) * alone), !decodes || plan % OWED_EVERY == 1),
@@ -99,9 +100,9 @@ impl BackgroundCost {
         self.alone.step(foreground.decode_rows())
     }
 
-    /// Whether a step with other requests ended in the `time` before `now`.
-    fn had_others(&self, time: Time, now: Time) -> bool {
-        self.others_at.is_some_and(|at| now < at.saturating_add(time))
+    /// Whether a step with other requests ended a short time before `now`, so that more of them are expected.
+    fn expects_others(&self, now: Time) -> bool {
+        self.others_at.is_some_and(|at| now < at.saturating_add(EXPECTED_FOR))
     }
 
     /// Divides a time that background requests may add into the predicted time that takes so long.
@@ -123,12 +124,6 @@ pub(crate) struct BackgroundRoom {
 }
 
 impl BackgroundRoom {
-    /// Room for `time` microseconds beside `foreground` by the prediction of `model`.
-    fn new(model: &StepModel, foreground: &Load, time: f64, owed: bool) -> Self {
-        let [_, _, _, context_token, _] = model.coefficients();
-        Self { time, owed, row: model.row(foreground), context_token }
-    }
-
     pub(crate) fn time(&self) -> f64 {
         self.time
     }
@@ -169,7 +164,7 @@ mod tests {
         for load in [foreground, foreground].into_iter().chain([load; 20]) {
             cost.observe(&foreground, &load, &model, truth.step(&load) as Time, 7);
         }
-        assert!(cost.had_others(1, 7) && !cost.had_others(1, 8));
+        assert!(cost.expects_others(6 + EXPECTED_FOR) && !cost.expects_others(7 + EXPECTED_FOR));
         let alone = cost.alone(&foreground).unwrap();
         assert!((alone - 10_800.0).abs() < 1.0, "{alone}");
         assert!((cost.predicted(7200.0) - 2400.0).abs() < 50.0, "eight rows: {}", cost.predicted(7200.0));
