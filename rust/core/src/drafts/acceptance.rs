@@ -28,6 +28,13 @@ pub(crate) struct Acceptance {
     counts: [[[(f64, f64); MAX_DRAFT]; Self::CLASSES]; 2],
 }
 
+impl Default for Acceptance {
+    fn default() -> Self {
+        let prior = |class: usize| (Self::PRIOR[class] * Self::PRIOR_WEIGHT, Self::PRIOR_WEIGHT);
+        Self { counts: [std::array::from_fn(|class| [prior(class); MAX_DRAFT]); 2] }
+    }
+}
+
 impl Acceptance {
     const CLASSES: usize = 6;
     /// Assumed rate before any observation, by class. The next constant is its weight in tokens.
@@ -37,11 +44,6 @@ impl Acceptance {
     const DECAY: f64 = 0.995;
     /// Like `DECAY`, for each proposal that was predicted not to pay, so that it is tried again later.
     const IDLE_DECAY: f64 = 0.9995;
-
-    pub(crate) fn new() -> Self {
-        let prior = |class: usize| (Self::PRIOR[class] * Self::PRIOR_WEIGHT, Self::PRIOR_WEIGHT);
-        Self { counts: [std::array::from_fn(|class| [prior(class); MAX_DRAFT]); 2] }
-    }
 
     fn class(len: usize) -> usize {
         match len {
@@ -100,7 +102,7 @@ mod tests {
 
     #[test]
     fn what_is_accepted_is_learned_by_source_and_length_and_fades() {
-        let (mut acceptance, text) = (Acceptance::new(), DraftSource::Text(3));
+        let (mut acceptance, text) = (Acceptance::default(), DraftSource::Text(3));
         let before = acceptance.survival(text);
         (0..200).for_each(|_| acceptance.observe(text, 4, 0));
         assert!(survival(&acceptance, text, 0) < 0.05);
@@ -116,7 +118,7 @@ mod tests {
 
     #[test]
     fn forced_tokens_are_certain() {
-        let mut acceptance = Acceptance::new();
+        let mut acceptance = Acceptance::default();
         acceptance.observe(DraftSource::Grammar, 4, 0);
         acceptance.idle(DraftSource::Grammar);
         assert!(acceptance.survival(DraftSource::Grammar).iter().all(|&survival| survival >= 1.0));

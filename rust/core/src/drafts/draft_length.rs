@@ -95,15 +95,9 @@ impl<'a> DraftGain<'a> {
 }
 
 /// Decides how many tokens of each draft a step verifies, by learned acceptance rates.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct DraftLengths {
     acceptance: Acceptance,
-}
-
-impl Default for DraftLengths {
-    fn default() -> Self {
-        Self { acceptance: Acceptance::new() }
-    }
 }
 
 impl DraftLengths {
