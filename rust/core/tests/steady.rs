@@ -63,36 +63,23 @@ impl World {
 
     fn fill(&mut self, plan: &StepPlan) {
         let max_blocks = self.scheduler.config().max_blocks_per_seq() as usize;
-        let [
-            input_ids,
-            positions,
-            slot_mapping,
-            query_starts,
-            context_lens,
-            batch_slots,
-            sample_at,
-            sample_slots,
-            copies,
-            block_tables,
-            state_slots,
-            state_copies,
-            state_saves,
-        ] = self.arrays.each_mut().map(|array| Cell::from_mut(array.as_mut_slice()).as_slice_of_cells());
+        let mut arrays = self.arrays.iter_mut();
+        let mut next = || Cell::from_mut(arrays.next().expect("an array for each field").as_mut_slice()).as_slice_of_cells();
         let buffers = StepBuffers {
-            input_ids,
-            positions,
-            slot_mapping,
-            query_starts,
-            context_lens,
-            batch_slots,
-            sample_at,
-            sample_slots,
-            copies,
-            block_tables,
+            input_ids: next(),
+            positions: next(),
+            slot_mapping: next(),
+            query_starts: next(),
+            context_lens: next(),
+            batch_slots: next(),
+            sample_at: next(),
+            sample_slots: next(),
+            copies: next(),
+            block_tables: next(),
             table_writes: &[],
-            state_slots,
-            state_copies,
-            state_saves,
+            state_slots: next(),
+            state_copies: next(),
+            state_saves: next(),
             max_blocks,
         };
         assert_eq!(plan.fill(&self.scheduler, &buffers).seqs, plan.chunks.len());
