@@ -48,13 +48,11 @@ pub(crate) fn what_if<'py>(py: Python<'py>, journal: &[u8], changes: &Bound<'_, 
 pub(crate) fn workload<'py>(py: Python<'py>, journal: &[u8]) -> PyResult<Bound<'py, PyDict>> {
     let (parsed, replayed) = replayed(py, journal)?;
     let workload = sim::recorded_workload(&parsed, &replayed);
-    let numbers = |number: Option<core::Time>| number.map_or(-1, |number| number as i64);
     let requests = workload.specs.iter().map(|spec| {
         let [prompt, output, most, tenant, names] = [spec.prompt, spec.output, spec.most, spec.tenant, spec.names].map(i64::from);
-        let (deadline, ttft_deadline) = (numbers(spec.deadline), numbers(spec.ttft_deadline));
+        let (deadline, ttft_deadline) = (or_none(spec.deadline), or_none(spec.ttft_deadline));
         let predicted = spec.predicted.map_or(-1, i64::from);
-        let tier = core::Tier::NAMES.iter().position(|&(tier, _)| tier == spec.tier).expect("each tier has a name") as i64;
-        let (priority, model) = (spec.priority.into(), spec.model.into());
+        let (priority, model, tier) = (spec.priority.into(), spec.model.into(), spec.tier as i64);
         [spec.time as i64, prompt, output, most, tenant, priority, deadline, ttft_deadline, predicted, names, model, tier]
     });
     let dict = PyDict::new(py);

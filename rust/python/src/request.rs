@@ -79,8 +79,7 @@ impl EngineRequest {
 
     /// The time in each timeline state before that.
     pub(crate) fn spent(&self) -> PyResult<Vec<(core::TimelineState, Time)>> {
-        let cause = |name: &str| core::TimelineState::NAMES.iter().find(|(_, known)| *known == name).map(|&(cause, _)| cause);
-        let spent = self.spent.iter().map(|(name, time)| cause(name).map(|cause| (cause, *time))).collect::<Option<Vec<_>>>();
+        let spent = self.spent.iter().map(|(name, time)| Some((core::TimelineState::from_name(name)?, *time))).collect::<Option<Vec<_>>>();
         spent.ok_or_else(|| PyValueError::new_err("no such state: TIMELINE_STATES has them all"))
     }
 
