@@ -18,6 +18,9 @@ const MAX_BUSY: usize = 64;
 /// Microseconds after which a thread that has been quiet is over, if another one of its session goes on.
 const GIVEN_UP: Time = 600_000_000;
 
+/// Requests after which a session goes no further behind others in the line.
+const MANY_REQUESTS: u32 = 64;
+
 /// A session and a thread of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SessionRef {
@@ -94,6 +97,8 @@ pub(crate) struct Session {
     forks: u32,
     /// Requests in the queue or running.
     requests: u32,
+    /// Requests that have begun, `MANY_REQUESTS` at most.
+    begun: u32,
     quiet_since: Time,
     /// Blocks multiplied by the microseconds that they were kept, since the latest request and until the session was parked.
     kept_block_us: u64,
@@ -121,6 +126,7 @@ impl Session {
             due: Time::MAX,
             forks: 0,
             requests: 0,
+            begun: 0,
             quiet_since: 0,
             kept_block_us: 0,
             awaits_user: false,
@@ -222,6 +228,7 @@ impl Session {
         }
         thread.requests += 1;
         self.count_blocks();
+        self.begun = (self.begun + 1).min(MANY_REQUESTS);
         (self.awaits_user, self.ended) = (false, false);
         (at as u32, known)
     }
@@ -234,6 +241,14 @@ impl Session {
     /// The requests that wait for the session's turn.
     pub(super) fn waiting(&self) -> &[Wait] {
         &self.waiting
+    }
+
+    /// The time by which waiting sessions are ordered: the arrival of the first request, and later the more requests the session has had,
+    /// so that a short session need not wait for long ones. One with `MANY_REQUESTS` goes behind all that arrive before its request is due.
+    pub(super) fn place_in_line(&self) -> Option<Time> {
+        let first = self.waiting.first()?;
+        let per_request = (first.due - first.arrived) / Time::from(MANY_REQUESTS);
+        Some(first.arrived.saturating_add(per_request.saturating_mul(self.begun.into())))
     }
 
     /// When a request comes in whatever happens, if any waits for the session's turn.

@@ -138,6 +138,28 @@ fn a_request_waits_for_its_turn_no_longer_than_the_limit_and_half_of_its_deadlin
 }
 
 #[test]
+fn a_session_with_few_requests_comes_in_before_one_with_many() {
+    for (requests, first) in [(1, 5), (20, 6)] {
+        let mut lab = lab(Config { max_session_wait: 64 * SECOND, ..config(&Fcfs) });
+        for tag in 0..requests {
+            lab.add(turn(100 + tag, 3));
+            run(&mut lab);
+        }
+        for session in 1..3 {
+            lab.add(turn(session, session));
+            lab.finish();
+        }
+        // Session 3 has made room. Its next request comes two seconds before that of a session that is new. Each request counts as one.
+        lab.add(turn(5, 3));
+        lab.now += 2 * SECOND;
+        lab.add(turn(6, 4));
+        lab.finish();
+        let came_in = lab.started.iter().copied().find(|&tag| tag == 5 || tag == 6);
+        assert_eq!(came_in, Some(first), "after {requests} requests");
+    }
+}
+
+#[test]
 fn a_more_urgent_tier_takes_the_place_of_a_less_urgent_one() {
     let mut lab = two_of_three(config(&Fcfs));
     lab.add(Request { tier: Tier::Priority, ..turn(4, 4) });
