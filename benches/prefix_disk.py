@@ -148,20 +148,8 @@ def main() -> int:
     if args.llama_server:
         if not args.model or not args.model[0].endswith(".gguf"):
             parser.error("--llama-server needs a GGUF file after --, which both serve")
-        threads = str(args.threads)
-        flags = [
-            "--parallel",
-            "1",
-            "--ctx-size",
-            "8192",
-            "--threads",
-            threads,
-            "--threads-batch",
-            threads,
-            "--cache-ram",
-            "0",
-            "--log-disable",
-        ]
+        threads = ["--threads", str(args.threads), "--threads-batch", str(args.threads)]
+        flags = ["--parallel", "1", "--ctx-size", "8192", *threads, "--cache-ram", "0", "--log-disable"]
         command = [args.llama_server, "--model", args.model[0], "--no-ui", *flags]
         programs["llama.cpp"] = lambda prompt, directory: llama_cpp(command, prompt, directory)
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
