@@ -282,9 +282,7 @@ def slices(part: Part, rows: list[int], ins: int) -> list[Part]:
     return [(kind, count, (file, first + start), interleaved) for count, start in zip(rows, starts[:-1], strict=True)]
 
 
-def open_weights(
-    config: EngineConfig, directory: Path, norm: float = 1.0, scheme: QuantizationScheme | None = None
-) -> Weights:
+def open_weights(config: EngineConfig, directory: Path, norm: float = 1.0, scheme: QuantizationScheme | None = None) -> Weights:
     """Opens the weights that the settings select: the directory's, or random ones.
 
     `norm` is the value of a neutral norm weight in a checkpoint of this model, `scheme` that of its quantised layers.
