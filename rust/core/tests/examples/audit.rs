@@ -67,8 +67,7 @@ fn a_tenant_with_less_service_goes_first_by_fairness() {
     lab.add(of("a", ask(1, 10, 20)));
     lab.add(of("a", ask(2, 10, 2)));
     lab.step();
-    lab.add(of("b", ask(3, 10, 2)));
-    lab.finish();
+    lab.serve(of("b", ask(3, 10, 2)));
     assert_eq!(before(&lab, 2), [(1, "arrival"), (3, "fairness")]);
     // Within a tenant, only the tier moves a later request forward.
     let mut lab = Lab::new(one_slot(&Vtc));

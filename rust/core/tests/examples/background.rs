@@ -185,8 +185,7 @@ fn they_have_no_place_in_the_queues_limits_and_no_share_of_a_tenant() {
     lab.add(ask(8, 10, 2));
     lab.step();
     let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Fair) });
-    lab.add(background(1, 100, 40));
-    lab.finish();
+    lab.serve(background(1, 100, 40));
     lab.add(ask(2, 10, 2));
     lab.add(other(3));
     lab.finish();

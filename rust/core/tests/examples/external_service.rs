@@ -183,8 +183,7 @@ fn service_is_reported_once_and_by_its_time() {
     lab.scheduler.charge_external("a", 1000);
     assert!(lab.scheduler.take_service().is_empty(), "external service is not service here");
     let mut fcfs = Lab::new(plenty(&Fcfs));
-    fcfs.add(ask(1, 10, 10));
-    fcfs.finish();
+    fcfs.serve(ask(1, 10, 10));
     assert!(fcfs.scheduler.take_service().is_empty());
 }
 

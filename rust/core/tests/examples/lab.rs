@@ -111,8 +111,7 @@ impl Lab {
         for i in 0..60 {
             // The salt prevents other requests from sharing these blocks.
             let tag = 900_000 + u64::from(i);
-            lab.add(Request { scope: CacheScope::salted(&[1]).into(), ..ask(tag, (1 + i * 37 % 200).min(room / 2), 1 + i % 7) });
-            lab.finish();
+            lab.serve(Request { scope: CacheScope::salted(&[1]).into(), ..ask(tag, (1 + i * 37 % 200).min(room / 2), 1 + i % 7) });
         }
         lab.started.clear();
         lab.ended.clear();
@@ -235,17 +234,21 @@ impl Lab {
     /// Runs until all requests have ended.
     pub(crate) fn finish_requests(&mut self) {
         while !self.scheduler.is_idle() {
-            self.step();
+            self.step_or_wait();
         }
     }
 
     /// Runs until all requests have ended. Then all blocks must be free.
     pub(crate) fn finish(&mut self) {
-        while !self.scheduler.is_idle() {
-            self.step_or_wait();
-        }
+        self.finish_requests();
         let stats = self.scheduler.stats();
         assert_eq!((stats.free_blocks, stats.free_host_blocks), (stats.total_blocks, stats.host_blocks));
+    }
+
+    /// Adds a request, and finishes it and all others.
+    pub(crate) fn serve(&mut self, request: Request) {
+        self.add(request);
+        self.finish();
     }
 
     /// Number of blocks held by sequences.

@@ -11,8 +11,7 @@ const LOOKUPS: u64 = 16 * 16;
 #[test]
 fn who_has_least_left_to_compute_goes_first() {
     let mut lab = Lab::new(Config { max_num_seqs: 1, ..plenty(&Prefix) });
-    lab.add(stem(1, 1, 64, 64, 1));
-    lab.finish();
+    lab.serve(stem(1, 1, 64, 64, 1));
     lab.add(ask(2, 10, 5));
     lab.step();
     // 0, 32 and 64 tokens are cached, of 64, 64 and 80.
@@ -68,10 +67,8 @@ fn the_order_follows_what_is_computed_meanwhile() {
 #[test]
 fn another_salt_finds_nothing() {
     let mut lab = Lab::new(plenty(&Prefix));
-    lab.add(stem(1, 1, 64, 64, 1));
-    lab.finish();
-    lab.add(Request { scope: CacheScope::salted(&[9]).into(), ..stem(1, 2, 64, 64, 1) });
-    lab.finish();
+    lab.serve(stem(1, 1, 64, 64, 1));
+    lab.serve(Request { scope: CacheScope::salted(&[9]).into(), ..stem(1, 2, 64, 64, 1) });
     assert_eq!((lab.ended[&2].cached_tokens, lab.ended[&2].computed_tokens), (0, 64));
 }
 
@@ -80,8 +77,7 @@ fn another_group_finds_nothing_and_a_group_shares_among_its_tenants() {
     let mut lab = Lab::new(plenty(&Prefix));
     let requests = [("alice", "team"), ("bob", "team"), ("carol", "=carol"), ("dave", "")];
     for (tag, (tenant, group)) in (1..).zip(requests) {
-        lab.add(Request { tenant: tenant.into(), scope: CacheScope::of_group(group).into(), ..stem(1, tag, 64, 64, 1) });
-        lab.finish();
+        lab.serve(Request { tenant: tenant.into(), scope: CacheScope::of_group(group).into(), ..stem(1, tag, 64, 64, 1) });
     }
     assert_eq!([1, 2, 3, 4].map(|tag| lab.ended[&tag].cached_tokens), [0, 63, 0, 0]);
     assert_eq!([1, 2, 3, 4].map(|tag| lab.ended[&tag].own_cached_tokens), [0; 4]);
@@ -90,8 +86,7 @@ fn another_group_finds_nothing_and_a_group_shares_among_its_tenants() {
 /// The cached tokens of a request of `tenant` whose first `shared` of 80 tokens are those of the other requests, and how
 /// many of them the tenant is told of.
 fn cached(lab: &mut Lab, tag: u64, tenant: &str, shared: u32) -> (u32, u32) {
-    lab.add(Request { tenant: tenant.into(), ..stem(1, tag, shared, 80, 1) });
-    lab.finish();
+    lab.serve(Request { tenant: tenant.into(), ..stem(1, tag, shared, 80, 1) });
     let timeline = &lab.ended[&tag];
     assert_eq!(timeline.computed_tokens, u64::from(80 - timeline.cached_tokens), "the cache saves the work whoever filled it");
     (timeline.cached_tokens, timeline.own_cached_tokens)
@@ -116,8 +111,7 @@ fn a_tenant_is_told_only_of_cached_tokens_that_it_used_before() {
 /// whose stem is 1. Another request of bob leaves 20 tokens of the first step.
 fn told_after_a_cancelled_guess(guess: Token, steps: u32, is_planned: bool) -> u32 {
     let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(&Fcfs) });
-    lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
-    lab.finish();
+    lab.serve(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
     let bobs = |tag| Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) };
     lab.add(Request { tenant: "bob".into(), ..ask(2, 80, 9) });
     lab.add(bobs(3));
@@ -127,8 +121,7 @@ fn told_after_a_cancelled_guess(guess: Token, steps: u32, is_planned: bool) -> u
     if let Some(plan) = plan {
         commit(&mut lab, plan);
     }
-    lab.add(bobs(4));
-    lab.finish();
+    lab.serve(bobs(4));
     lab.ended[&4].own_cached_tokens
 }
 
@@ -192,8 +185,7 @@ fn a_request_that_is_cancelled_takes_nothing_from_blocks_that_its_tenant_compute
 fn a_request_that_fails_tells_nothing_of_others_blocks() {
     let told = [1, 2].map(|guess| {
         let mut lab = Lab::new(plenty(&Fcfs));
-        lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
-        lab.finish();
+        lab.serve(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
         for tag in 2..4 {
             lab.add(Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) });
             if tag == 2 {
@@ -210,8 +202,7 @@ fn a_request_that_fails_tells_nothing_of_others_blocks() {
 fn two_equal_requests_at_once_tell_nothing_of_others_blocks() {
     let told = [1, 2].map(|guess| {
         let mut lab = Lab::new(Config { max_num_batched_tokens: 100, ..plenty(&Fcfs) });
-        lab.add(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
-        lab.finish();
+        lab.serve(Request { tenant: "alice".into(), ..stem(1, 1, 160, 200, 1) });
         (2..=3).for_each(|tag| lab.add(Request { tenant: "bob".into(), ..stem(guess, tag, 160, 200, 1) }));
         lab.finish();
         [2, 3].map(|tag| lab.ended[&tag].own_cached_tokens)
@@ -223,8 +214,7 @@ fn two_equal_requests_at_once_tell_nothing_of_others_blocks() {
 fn an_evicted_block_is_nobodys_when_another_tenant_computes_it_again() {
     let mut lab = Lab::new(Config { num_kv_blocks: 12, ..plenty(&Fcfs) });
     assert_eq!(cached(&mut lab, 1, "alice", 64), (0, 0));
-    lab.add(Request { tenant: "carol".into(), ..ask(2, 170, 1) });
-    lab.finish();
+    lab.serve(Request { tenant: "carol".into(), ..ask(2, 170, 1) });
     assert_eq!(cached(&mut lab, 3, "bob", 64), (0, 0));
     assert_eq!(cached(&mut lab, 4, "alice", 64), (64, 0));
 }

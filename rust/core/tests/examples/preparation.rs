@@ -40,8 +40,7 @@ fn it_counts_in_the_limits_of_the_queue_and_is_shown() {
     assert_eq!(snapshot.waiting.iter().map(|seen| (seen.tag, seen.state)).collect::<Vec<_>>(), [(1, TimelineState::ReadCache)]);
     lab.abort(1);
     assert_eq!(lab.ended[&1].finish, Some(FinishReason::Abort));
-    lab.add(ask(2, 10, 2));
-    lab.finish();
+    lab.serve(ask(2, 10, 2));
 }
 
 #[test]

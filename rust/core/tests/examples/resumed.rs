@@ -21,8 +21,7 @@ fn at(now: Time, config: Config) -> Lab {
 #[test]
 fn its_answer_is_output_and_its_first_events_are_those_of_the_first_engine() {
     let mut lab = at(50_000, plenty(&Fcfs));
-    lab.add(lost(1, 12));
-    lab.finish();
+    lab.serve(lost(1, 12));
     let timeline = &lab.ended[&1];
     assert_eq!((timeline.finish, timeline.prompt_tokens, timeline.output_tokens), (Some(FinishReason::Length), 20, 12));
     assert_eq!((timeline.submitted, timeline.started, timeline.first_token), (1_000, Some(3_000), Some(5_000)));

@@ -1,16 +1,13 @@
 //! Requests in the line, and what requests that end early, share a name or have forks leave in their sessions.
 
 use crate::lab::{Cost, Lab, ask};
-use crate::sessions::{SECOND, config, lab, run, turn};
+use crate::sessions::{SECOND, config, first_turns, lab, run, turn};
 use chairlift_core::{Config, Fcfs, Request, SessionEvent, SessionTurns, Tier, Token};
 
 /// Two active sessions fill the cache.
 fn two_active(config: Config) -> Lab {
     let mut lab = lab(config);
-    for session in 1..3 {
-        lab.add(turn(session, session));
-        run(&mut lab);
-    }
+    first_turns(&mut lab, 2);
     lab
 }
 
@@ -76,10 +73,7 @@ fn another_tenants_equal_answer_takes_no_session() {
     run(&mut lab);
     lab.add(Request { tag: 70, tenant: "stranger".into(), ..first });
     run(&mut lab);
-    for session in 1..3 {
-        lab.add(turn(session, session));
-        run(&mut lab);
-    }
+    first_turns(&mut lab, 2);
     lab.add(Request { prompt: continued, session: None, ..turn(8, 7) });
     run(&mut lab);
     assert!(!lab.started.contains(&8), "it waits for its session's turn");
@@ -134,8 +128,7 @@ fn a_prompt_that_was_cancelled_in_the_line_takes_nobodys_turn() {
 fn a_session_has_its_context_again_when_the_prompt_that_continued_it_was_cancelled_in_the_line() {
     // Session 1 loses its turn to session 3, and sends a prompt that goes on for long.
     let mut lab = two_active(config(&Fcfs));
-    lab.add(turn(3, 3));
-    lab.finish();
+    lab.serve(turn(3, 3));
     let first = turn(4, 1);
     lab.add(Request { prompt: [first.prompt.clone(), (0..1500).collect()].concat(), ..first });
     run(&mut lab);

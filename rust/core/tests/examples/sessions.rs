@@ -36,20 +36,18 @@ pub(crate) fn run(lab: &mut Lab) {
     while lab.try_step().is_some() {}
 }
 
-/// Runs until all requests have ended, while a held sequence keeps its blocks.
-fn finish_requests(lab: &mut Lab) {
-    while !lab.scheduler.is_idle() {
-        lab.step_or_wait();
+/// Each session's first turn, one after the other.
+pub(crate) fn first_turns(lab: &mut Lab, sessions: u64) {
+    for session in 1..=sessions {
+        lab.add(turn(session, session));
+        run(lab);
     }
 }
 
 /// Sessions 1 and 2 are active and quiet, and session 3 was not served. The next tag is 4.
 fn two_of_three(config: Config) -> Lab {
     let mut lab = lab(config);
-    for session in 1..4 {
-        lab.add(turn(session, session));
-        run(&mut lab);
-    }
+    first_turns(&mut lab, 3);
     assert_eq!([1, 2, 3].map(|tag| lab.ended.contains_key(&tag)), [true, true, false]);
     lab
 }
@@ -66,21 +64,13 @@ fn active_sessions_find_their_contexts_while_a_parked_one_waits() {
     lab.finish();
     assert!(waited(&lab, 3) > 0);
     // Without turns, each prompt evicts what the next one needs.
-    let mut lab = two_of_three_without_turns();
+    let mut lab = self::lab(Config { session_turns: SessionTurns::Off, ..config(&Fcfs) });
+    first_turns(&mut lab, 3);
     for tag in 4..14 {
         lab.add(turn(tag, 1 + (tag - 4) % 3));
         run(&mut lab);
         assert!(lab.ended[&tag].cached_tokens < PROMPT - 300, "{:?}", lab.ended[&tag]);
     }
-}
-
-fn two_of_three_without_turns() -> Lab {
-    let mut lab = lab(Config { session_turns: SessionTurns::Off, ..config(&Fcfs) });
-    for session in 1..4 {
-        lab.add(turn(session, session));
-        run(&mut lab);
-    }
-    lab
 }
 
 #[test]
@@ -93,8 +83,7 @@ fn a_session_that_was_active_for_five_reloads_makes_room() {
     // Session 1 made room. Its next turn computes its context again, once session 2 has made room for it.
     lab.add(turn(4, 2));
     lab.step();
-    lab.add(turn(5, 1));
-    lab.finish();
+    lab.serve(turn(5, 1));
     assert!(lab.ended[&4].cached_tokens > 0 && waited(&lab, 4) == 0);
     assert!(lab.ended[&5].cached_tokens < lab.ended[&4].cached_tokens && waited(&lab, 5) > 0);
 }
@@ -118,10 +107,7 @@ fn a_request_waits_for_its_turn_no_longer_than_the_limit_and_half_of_its_deadlin
     for (limit, deadline, longest) in [(30 * SECOND, None, 30 * SECOND), (FOREVER, Some(20 * SECOND), 10 * SECOND)] {
         // Reloads take so long that no session makes room before.
         let mut lab = Lab::taught(Config { max_session_wait: limit, ..config(&Fcfs) }, Cost(1000, 10_000, 10));
-        for session in 1..3 {
-            lab.add(turn(session, session));
-            run(&mut lab);
-        }
+        first_turns(&mut lab, 2);
         let came = lab.now;
         lab.add(Request { ttft_deadline: deadline.map(|within| came + within), ..turn(3, 3) });
         while !lab.started.contains(&3) {
@@ -176,8 +162,7 @@ fn tenants_with_less_service_come_in_first_where_tenants_take_turns() {
             lab.add(of(session, session, "a"));
             run(&mut lab);
         }
-        lab.add(of(4, 4, "b"));
-        lab.finish();
+        lab.serve(of(4, 4, "b"));
         let started: Vec<_> = lab.started.iter().copied().filter(|&tag| tag > 2).collect();
         assert_eq!(started[0], first, "{policy:?}");
     }
@@ -200,15 +185,12 @@ fn equal_names_of_two_tenants_are_two_sessions() {
 fn the_session_that_was_quiet_for_the_longest_time_makes_room_and_users_count_for_a_minute() {
     for (between, makes_room) in [(50, 2), (70, 1)] {
         let mut lab = lab(config(&Fcfs));
-        lab.add(turn(1, 1));
-        lab.finish();
+        lab.serve(turn(1, 1));
         lab.now += between * SECOND;
-        lab.add(turn(2, 2));
-        lab.finish();
+        lab.serve(turn(2, 2));
         assert!(lab.scheduler.note_session("", &"2".into(), SessionEvent::AwaitsUser, lab.now));
         lab.now += 70 * SECOND;
-        lab.add(turn(3, 3));
-        lab.finish();
+        lab.serve(turn(3, 3));
         for (tag, session) in [(4, 3 - makes_room), (5, makes_room)] {
             lab.add(turn(tag, session));
             lab.step();
@@ -230,12 +212,10 @@ fn a_context_that_grows_takes_the_room_of_the_session_whose_turn_began_first() {
         Request { prompt, ..request }
     };
     for session in 1..4 {
-        lab.add(long(session, session, 50));
-        lab.finish();
+        lab.serve(long(session, session, 50));
     }
     // 50 + 50 + 110 blocks are more than there are.
-    lab.add(long(4, 3, 110));
-    lab.finish();
+    lab.serve(long(4, 3, 110));
     for (tag, session) in [(5, 2), (6, 1)] {
         lab.add(long(tag, session, 50));
         lab.step();
@@ -293,10 +273,7 @@ fn a_prompt_that_continues_an_answer_belongs_to_its_session() {
         let continued = [first.prompt.clone(), vec![7; 30], vec![9; 5]].concat();
         lab.add(first);
         run(&mut lab);
-        for session in 1..3 {
-            lab.add(turn(session, session));
-            run(&mut lab);
-        }
+        first_turns(&mut lab, 2);
         lab.add(Request { prompt: continued, session: None, ..turn(8, 7) });
         run(&mut lab);
         assert_eq!(lab.started.contains(&8), !waits);
@@ -350,8 +327,7 @@ fn evicted_blocks_are_counted_by_whom_they_were_evicted_for() {
         // A context takes 75 of 100 blocks, so that one evicts the other.
         let mut lab = lab(Config { num_kv_blocks: 101, max_session_wait: 0, ..config(&Fcfs) });
         for request in [turn(1, 1), other, turn(3, 1)] {
-            lab.add(request);
-            lab.finish();
+            lab.serve(request);
         }
         assert_eq!(lab.ended[&1].evicted_for, [0; 4]);
         let mut expected = [0; 4];
@@ -362,8 +338,7 @@ fn evicted_blocks_are_counted_by_whom_they_were_evicted_for() {
     let mut lab = lab(Config { num_kv_blocks: 101, max_session_wait: 0, ..config(&Fcfs) });
     let subagent = Request { session: Some("1.1".into()), parent_session: Some("1".into()), ..turn(2, 92) };
     for request in [turn(1, 1), subagent, turn(3, 1)] {
-        lab.add(request);
-        lab.finish();
+        lab.serve(request);
     }
     let evicted = lab.ended[&3].evicted_for;
     assert!(evicted[Taker::SameSession as usize] >= PROMPT - 16 - lab.ended[&3].cached_tokens, "{evicted:?}");
@@ -381,8 +356,7 @@ fn a_reload_is_charged_once_to_the_tenant_whose_admission_computes_it() {
         let of = |tag, session, tenant: &str| Request { tenant: tenant.into(), ..turn(tag, session) };
         // Session 1 of tenant a loses its turn to one of tenant b, and computes its context again.
         for (tag, session, tenant) in [(1, 1, "a"), (2, 2, "a"), (3, 3, "b"), (4, 1, "a"), (5, 1, "a")] {
-            lab.add(of(tag, session, tenant));
-            lab.finish();
+            lab.serve(of(tag, session, tenant));
         }
         let computed = [1, 2, 3, 4, 5].map(|tag| lab.ended[&tag].computed_tokens);
         assert!(lab.ended[&4].cached_tokens < PROMPT - 300 && lab.ended[&5].cached_tokens >= PROMPT - 16, "{computed:?}");
@@ -443,14 +417,12 @@ fn a_more_urgent_tier_does_not_wait_for_the_answers_of_others() {
 fn contexts_of_active_sessions_are_in_use_between_requests() {
     let mut lab = lab(config(&Fcfs));
     for session in 1..3 {
-        lab.add(turn(session, session));
-        lab.finish();
+        lab.serve(turn(session, session));
     }
     let used = lab.scheduler.blocks_used();
     assert_eq!(used.held, 0);
     assert!((148..=160).contains(&used.wanted), "{used:?}");
-    lab.add(Request { session: None, ..turn(3, 3) });
-    lab.finish();
+    lab.serve(Request { session: None, ..turn(3, 3) });
     assert!(lab.scheduler.note_session("", &"1".into(), SessionEvent::Ended, lab.now));
     assert!(lab.scheduler.blocks_used().wanted <= 100, "a context without its session is not in use");
 }
@@ -463,7 +435,7 @@ fn a_held_sequence_without_a_session_counts_and_makes_room_when_it_was_quiet_for
     run(&mut lab);
     for session in 1..3 {
         lab.add(turn(session, session));
-        finish_requests(&mut lab);
+        lab.finish_requests();
     }
     // Only one of the sessions fits beside the held sequence.
     assert_eq!((waited(&lab, 1), waited(&lab, 2) > 0, lab.scheduler.held()), (0, true, (1, 75)));
@@ -482,12 +454,12 @@ fn the_held_sequence_of_a_session_makes_room_with_it() {
     let mut lab = lab(config(&Fcfs));
     let held = lab.scheduler.open(&"".into(), &Arc::default(), lab.now);
     lab.add(Request { continues: Some(Continues { held, tokens: 0 }), ..turn(1, 1) });
-    finish_requests(&mut lab);
+    lab.finish_requests();
     lab.add(turn(2, 2));
-    finish_requests(&mut lab);
+    lab.finish_requests();
     assert_eq!((waited(&lab, 2), lab.scheduler.held()), (0, (1, 75)), "its blocks are those of its session");
     lab.add(turn(3, 3));
-    finish_requests(&mut lab);
+    lab.finish_requests();
     assert_eq!((waited(&lab, 3) > 0, lab.scheduler.held()), (true, (1, 0)), "it was parked with its session");
     assert!(lab.scheduler.drop_held(held, lab.now));
     lab.finish();
@@ -554,10 +526,10 @@ fn blocks_are_not_billed_to_a_session_whose_held_sequence_is() {
         let first = turn(1, 1);
         let continues = Continues { held, tokens: 0 };
         lab.add(Request { continues: Some(continues), ..first });
-        finish_requests(&mut lab);
+        lab.finish_requests();
         lab.now += gap;
         lab.add(turn(2, 1));
-        finish_requests(&mut lab);
+        lab.finish_requests();
         lab.ended[&2].block_us
     };
     assert_eq!(billed(5 * SECOND), billed(0));

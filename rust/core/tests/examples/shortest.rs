@@ -16,8 +16,7 @@ fn the_order_is_by_prediction_or_by_what_may_be_generated() {
     lab.add(ask(3, 10, 50));
     lab.add(Request { predicted_tokens: Some(10), ..ask(4, 10, 200) });
     // A prediction beyond `max_new_tokens` has no further effect.
-    lab.add(Request { predicted_tokens: Some(1000), ..ask(5, 10, 70) });
-    lab.finish();
+    lab.serve(Request { predicted_tokens: Some(1000), ..ask(5, 10, 70) });
     assert_eq!(lab.started, [1, 4, 3, 5, 2]);
 }
 

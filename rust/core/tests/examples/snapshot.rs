@@ -52,8 +52,7 @@ fn one_who_lost_its_row_waits_for_what_became_of_it() {
 #[test]
 fn every_block_is_free_cached_shared_or_somebodys() {
     let mut lab = Lab::new(Config { max_num_batched_tokens: 1024, max_num_seqs: 4, ..small() });
-    lab.add(stem(7, 1, 32, 40, 3));
-    lab.finish();
+    lab.serve(stem(7, 1, 32, 40, 3));
     lab.add(stem(7, 2, 32, 40, 9));
     lab.add(stem(7, 3, 32, 40, 9));
     lab.step();

@@ -91,8 +91,7 @@ fn the_same_prompt_resumes_before_its_last_token() {
     for (prompt, found) in [(63, 48), (64, 48), (65, 64), (16, 0), (1, 0)] {
         let mut lab = Lab::new(with_states(8));
         for tag in [1, 2] {
-            lab.add(Request { tag, ..ask(9, prompt, 1) });
-            lab.finish();
+            lab.serve(Request { tag, ..ask(9, prompt, 1) });
         }
         assert_eq!(lab.ended[&2].cached_tokens, found, "{prompt} tokens");
     }
@@ -101,13 +100,11 @@ fn the_same_prompt_resumes_before_its_last_token() {
 #[test]
 fn where_prompts_part_the_second_loses_the_hit_and_saves_the_state_for_the_third() {
     let mut lab = Lab::new(with_states(8));
-    lab.add(stem(1, 1, 40, 100, 1));
-    lab.finish();
+    lab.serve(stem(1, 1, 40, 100, 1));
     lab.add(stem(1, 2, 40, 100, 1));
     assert_eq!(lab.step().saves, [(2, 32), (2, 96)]);
     lab.finish();
-    lab.add(stem(1, 3, 40, 100, 1));
-    lab.finish();
+    lab.serve(stem(1, 3, 40, 100, 1));
     assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].cached_tokens), [0, 0, 32]);
     assert_eq!([1, 2, 3].map(|tag| lab.ended[&tag].lost_hit_tokens), [0, 32, 0]);
     assert_eq!(lab.scheduler.stats().counters.lost_hit_tokens, 32);
@@ -117,8 +114,7 @@ fn where_prompts_part_the_second_loses_the_hit_and_saves_the_state_for_the_third
 fn a_tenant_is_not_told_of_hits_on_what_others_sent() {
     let mut lab = Lab::new(with_states(8));
     for (tag, tenant) in [(1, "alice"), (2, "bob")] {
-        lab.add(Request { tenant: tenant.into(), ..stem(1, tag, 40, 100, 1) });
-        lab.finish();
+        lab.serve(Request { tenant: tenant.into(), ..stem(1, tag, 40, 100, 1) });
     }
     assert_eq!((lab.ended[&2].lost_hit_tokens, lab.scheduler.stats().counters.lost_hit_tokens), (0, 32));
 }
@@ -131,8 +127,7 @@ fn a_state_is_saved_at_the_end_of_the_users_turn() {
     assert_eq!(lab.step().saves, [(1, 48), (1, 80)]);
     lab.finish();
     // The template drops what followed.
-    lab.add(stem(1, 2, 50, 100, 1));
-    lab.finish();
+    lab.serve(stem(1, 2, 50, 100, 1));
     assert_eq!((lab.ended[&2].cached_tokens, lab.ended[&2].lost_hit_tokens), (48, 0));
 }
 
@@ -142,8 +137,7 @@ fn a_request_that_waits_for_a_running_prompt_has_the_state_saved_where_both_part
         let mut lab = Lab::new(Config { max_num_batched_tokens: 100, scheduling_policy: policy, ..with_states(8) });
         lab.add(stem(1, 1, 256, 300, 9));
         assert_eq!(lab.step().chunks, [(1, 100)]);
-        lab.add(stem(1, 2, 256, 300, 9));
-        lab.finish();
+        lab.serve(stem(1, 2, 256, 300, 9));
         assert_eq!((lab.ended[&2].cached_tokens, lab.ended[&2].computed_tokens), (256, 44 + 8), "{policy:?}");
     }
 }
@@ -154,8 +148,7 @@ fn the_least_recently_used_state_is_evicted() {
     let mut lab = Lab::new(Config { max_num_seqs: 1, state_slots: 3, ..plenty(&Fcfs) });
     let prompt = |of: u64, tag: u64| Request { tag, ..ask(of, 40, 1) };
     for (of, tag) in [(1, 1), (2, 2), (1, 3), (3, 4), (1, 5), (2, 6)] {
-        lab.add(prompt(of, tag));
-        lab.finish();
+        lab.serve(prompt(of, tag));
     }
     assert_eq!([1, 2, 3, 4, 5, 6].map(|tag| lab.ended[&tag].cached_tokens), [0, 0, 32, 0, 32, 0]);
     assert_eq!(lab.ended[&6].lost_hit_tokens, 32);
@@ -182,11 +175,9 @@ fn without_a_spare_slot_a_state_becomes_live_without_a_copy() {
 #[test]
 fn states_go_with_the_blocks_that_they_follow() {
     let mut lab = Lab::new(Config { num_kv_blocks: 11, max_model_len: 160, ..with_states(8) });
-    lab.add(ask(1, 40, 1));
-    lab.finish();
+    lab.serve(ask(1, 40, 1));
     assert_eq!(lab.scheduler.stats().saved_states, 1);
-    lab.add(ask(2, 150, 1));
-    lab.finish();
+    lab.serve(ask(2, 150, 1));
     assert_eq!(lab.scheduler.stats().saved_states, 1, "only that of the second is left");
 }
 
@@ -284,8 +275,7 @@ fn a_sequence_goes_back_to_the_state_before_a_rejected_draft() {
     assert_eq!(lab.scheduler.stats().saved_states, 2, "the prompt's end and 48 tokens, and no state after tokens that were rejected");
     lab.finish();
     let next = next_turn(&ask(1, 40, 60), 10, 2);
-    lab.add(next);
-    lab.finish();
+    lab.serve(next);
     assert_eq!(lab.ended[&2].cached_tokens, 96);
 }
 
@@ -303,8 +293,7 @@ fn nothing_is_drafted_where_no_slot_is_left_for_the_state_before_it() {
 fn a_stored_state_is_found_again_after_a_restart() {
     let mut lab = Lab::new(with_states(4));
     let prompt = ask(1, 60, 9);
-    lab.add(prompt.clone());
-    lab.finish();
+    lab.serve(prompt.clone());
     let (blocks, states) = (lab.scheduler.stored_blocks(0), lab.scheduler.stored_states());
     // 68 tokens are computed. States are saved at the prompt's last full block and at the answer's.
     assert_eq!((blocks.len(), states.len()), (4, 2));
@@ -327,8 +316,7 @@ fn a_stored_state_is_found_again_after_a_restart() {
 fn blocks_without_a_state_get_it_from_storage() {
     let mut lab = Lab::new(with_states(4));
     let prompt = ask(1, 100, 1);
-    lab.add(prompt.clone());
-    lab.finish();
+    lab.serve(prompt.clone());
     // The state follows six blocks, and four are asked for.
     assert_eq!(lab.scheduler.cached_blocks("", &prompt.prompt[..64]), 0);
     let restored = lab.scheduler.restore("", &prompt.prompt[..64], lab.now);

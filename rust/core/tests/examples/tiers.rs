@@ -123,8 +123,7 @@ fn where_tenants_take_turns_tiers_move_the_arrival_within_a_tenant() {
         // Twelve milliseconds later, a new request is behind the flex request.
         lab.steps(2);
         lab.now += 12_000;
-        lab.add(of(Tier::Default, 6, 10, 2));
-        lab.finish();
+        lab.serve(of(Tier::Default, 6, 10, 2));
         assert_eq!(lab.started, [3, 4, 5, 2, 1, 6]);
     }
 }

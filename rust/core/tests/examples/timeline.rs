@@ -65,8 +65,7 @@ fn steps_that_others_share_are_told_apart() {
     let mut lab = Lab::new(plenty(&Fcfs));
     lab.add(ask(1, 10, 4));
     lab.step();
-    lab.add(ask(2, 10, 2));
-    lab.finish();
+    lab.serve(ask(2, 10, 2));
     // Its prompt alone, one decode beside the other's prompt, and two more decodes beside the other's decode or alone.
     assert_eq!(time(&lab.ended[&1], &[TimelineState::Prefill]), 1000);
     assert_eq!(time(&lab.ended[&1], &[TimelineState::DecodeShared]), 1000);
