@@ -1,13 +1,13 @@
 """An engine that ends: what becomes of the requests it had, and of those that come while another one is started."""
 
 import asyncio
+import json
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from events import objects
 from fake_server import metric, running, status
 from scripted_engine import answer
 from server_here import wait_until
@@ -136,6 +136,10 @@ def test_requests_that_come_during_a_restart_are_held_and_served():
         assert client.get("/dashboard/data").json()["state"] == "ready"
 
 
+def events(text):
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_whole_answer_begins_anew_and_counts_once(n):
     with running() as (_, client):
@@ -158,11 +162,11 @@ def test_a_stream_begins_anew_only_if_nothing_was_sent(prompt, lost):
         reported = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 5, "stream": True})
         assert reported.status_code == 200
         if lost:
-            *begun, last = objects(reported.text)
+            *begun, last = events(reported.text)
             assert "".join(event["choices"][0]["text"] for event in begun) == answer(prompt, int(prompt[4]))
             assert last["error"]["code"] == "engine_dead"
         else:
-            assert "".join(event["choices"][0]["text"] for event in objects(reported.text)) == answer(prompt, 5)
+            assert "".join(event["choices"][0]["text"] for event in events(reported.text)) == answer(prompt, 5)
 
 
 def test_a_request_that_every_engine_ends_of_is_given_up():
