@@ -314,7 +314,7 @@ fn inner_of(activation: &str) -> PyResult<cpu::Inner> {
     if activation == "relu2" { Ok(cpu::Inner::ReluSquared) } else { activation_of(activation).map(cpu::Inner::Gated) }
 }
 
-pub(crate) fn activation_of(name: &str) -> PyResult<cpu::Activation> {
+fn activation_of(name: &str) -> PyResult<cpu::Activation> {
     match name {
         "silu" => Ok(cpu::Activation::Silu),
         "gelu_tanh" => Ok(cpu::Activation::GeluTanh),

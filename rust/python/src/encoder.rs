@@ -10,7 +10,6 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::decoder::activation_of;
 use crate::errors::{invalid, taken, unknown};
 use crate::linear::Linear;
 use crate::threads::{lock, started};
@@ -65,8 +64,13 @@ impl EncoderBlock {
     #[staticmethod]
     #[pyo3(signature = (*, norms, up_proj, down_proj, gate=None))]
     fn mlp(py: Python<'_>, norms: BlockNorms, up_proj: &Linear, down_proj: &Linear, gate: Option<&str>) -> PyResult<Self> {
-        let activation = |name| if name == "gelu" { Ok(cpu::Activation::Gelu) } else { activation_of(name) };
-        let gate = gate.map(activation).transpose()?;
+        let gate = match gate {
+            None => None,
+            Some("silu") => Some(cpu::Activation::Silu),
+            Some("gelu") => Some(cpu::Activation::Gelu),
+            Some("gelu_tanh") => Some(cpu::Activation::GeluTanh),
+            Some(name) => return Err(unknown("activation", name)),
+        };
         let mlp = cpu::EncoderMlp { up_proj: up_proj.take()?, down_proj: down_proj.take()?, gate };
         Self::of(py, cpu::EncoderBlockKind::Mlp(mlp), &norms)
     }
