@@ -30,7 +30,7 @@ _EXCEPTIONS = """
 All are in `chairlift.errors`. Those in bold can also be imported from `chairlift`.
 
 """
-_STATUSES = {"unavailable": "503", "InvalidRequest": "400"}
+_STATUSES = {"unavailable": "503", "too_many": "429", "InvalidRequest": "400"}
 """Functions and classes whose errors have one status."""
 
 
@@ -100,7 +100,7 @@ class _File:
 
     def _code(self, call: ast.Call) -> str:
         given = next((keyword.value for keyword in call.keywords if keyword.arg == "code"), None)
-        if ast.unparse(call.func) == "unavailable":
+        if ast.unparse(call.func) in ("unavailable", "too_many"):
             given = call.args[1]
         text = self._text(given) if given is not None else ""
         return text if text.replace("_", "").isalpha() else ""

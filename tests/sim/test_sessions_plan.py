@@ -53,11 +53,11 @@ def test_as_many_agents_fit_as_their_contexts(trace: str) -> None:
 
 
 def test_a_laxer_target_and_uncertain_steps(trace: str) -> None:
-    on = machine(3 * LONGEST // BLOCK, error=0.5)
+    on = machine(3 * LONGEST // BLOCK, error=0.3)
     strict, lax = plan(trace, on), plan(trace, on, target=SessionsTarget(slowdown=6.0))
     assert strict.low <= strict.agents <= strict.high
-    assert strict.low < strict.high
     assert lax.agents > strict.agents
+    assert lax.low < lax.agents < lax.high
 
 
 def test_what_cannot_be_planned_is_refused(trace: str) -> None:
