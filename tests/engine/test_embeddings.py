@@ -15,7 +15,7 @@ from gguf_files import finish, writer_of
 from safetensors.torch import load_file, save_file
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM, SamplingParams, _core
 from chairlift.checkpoint.gguf import GGUFTensors, open_gguf
 from chairlift.checkpoint.gguf_encoder import encoder_modules
 from chairlift.config import EngineConfig
@@ -318,6 +318,23 @@ def test_a_text_has_the_same_bits_alone_and_in_any_step(directory: Path, llm: LL
         assert np.array_equal(llm.embed(TEXTS), alone)
         assert np.array_equal(other.embed(TEXTS), alone)
     llm.engine.check()
+
+
+def test_a_file_of_blocks_is_computed_with_activations_of_16_bits_where_that_is_faster(tmp_path: Path) -> None:
+    oracle = tiny_encoders.write("Bert", tmp_path / "hf", hidden_size=64, intermediate_size=64)
+    file = tmp_path / "file.gguf"
+    tiny_encoders.gguf_of(oracle, file, gguf.GGMLQuantizationType.Q8_0)
+
+    def embed(**settings: Any) -> np.ndarray:
+        with LLM(file, threads=1, **settings) as llm:
+            return llm.embed(TEXTS)
+
+    found, exact = embed(), embed(cpu_math="exact")
+    if _core.byte_products("auto") and _core.bf16_products("auto") != "tiles":
+        assert np.array_equal(found, embed(cpu_math="int16"))
+        assert 0 < np.abs(found - exact).max() < 1e-3
+    else:
+        assert np.array_equal(found, exact)
 
 
 def test_a_step_makes_progress_and_is_exact_without_being_asked(llm: LLM) -> None:

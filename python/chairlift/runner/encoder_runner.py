@@ -50,8 +50,10 @@ class EncoderRunner(Runner):
         self.longest = _longest(config, directory, model)
         threads = choose_threads(config.threads, 1)
         weights = open_weights(config, directory, norm=1.0 - model.layout.norm_offset)
-        # The quality of activations of 16 bits was measured for decoders, so 'auto' does not choose them here.
-        byte_products = config.cpu_math != "auto" and _core.byte_products(config.cpu_isa)
+        # With matrix tiles activations of 16 bits are no faster.
+        byte_products = _core.byte_products(config.cpu_isa) and (
+            config.cpu_math != "auto" or _core.bf16_products(config.cpu_isa) != "tiles"
+        )
         precision = decide(config, model, available_memory(), weights.sizes(), byte_products=byte_products)
         device = "encoders are computed by the CPU kernels" if config.device == "auto" else asked("--device")
         self.decisions = (
