@@ -1,4 +1,4 @@
-"""litellm, which maps every provider's API and errors to its own: ours as OpenAI's and as Anthropic's."""
+"""litellm, which maps every provider's API and errors to its own: ours as OpenAI's, Anthropic's and Ollama's."""
 
 import asyncio
 import json
@@ -62,6 +62,17 @@ def test_async(provider):
 
     whole, streamed = asyncio.run(several())
     assert whole == {streamed}
+
+
+def test_async_ollama(quick, key, model):
+    async def answers():
+        request = {"model": f"ollama_chat/{model}", "api_base": quick, "api_key": key, "messages": HELLO, "max_tokens": 10}
+        whole = await litellm.acompletion(**request)
+        stream = await litellm.acompletion(**request, stream=True)
+        return whole.choices[0].message.content, "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    whole, streamed = asyncio.run(answers())
+    assert whole == streamed != ""
 
 
 def test_text_completion(fast, model):

@@ -27,8 +27,8 @@ _VALUE_MARKS = b"[{:"
 """Each object, array and field of a JSON text has one of these outside of strings."""
 _OTHER_BYTES = bytes(set(range(256)).difference(_VALUE_MARKS, b'"'))
 
-_ADDED_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")
-"""The types of bodies whose client names none: no type, that of `curl -d`, and that of `fetch` outside browsers."""
+_ADDED_TYPES = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
+"""The types of bodies whose client names none: no type, that of `curl -d`, that of `fetch` outside browsers, and that of aiohttp."""
 
 F = TypeVar("F", bound=Fields)
 P = ParamSpec("P")
@@ -106,7 +106,7 @@ def _num_values(raw: bytes | bytearray) -> int:
 
 
 def _check_media_type(request: Request) -> None:
-    """Raises ApiError 415 unless the body may be JSON. A body without a Content-Type, or with one that a client adds to any text, is JSON.
+    """Raises ApiError 415 unless the body may be JSON. A body without a Content-Type, or with one that a client adds by itself, is JSON.
 
     A web page may send a form, plain text, or a Blob without a type to any site without a preflight request. But browsers send an Origin
     header with every POST (`null` if they hide it), which other clients do not send. So no page of another site reaches the server in this
