@@ -146,7 +146,7 @@ def _tool_grammar(
         if schema is not None:
             if schema.get("type") not in (None, "object"):
                 raise InvalidRequest(f'the schema of {name}\'s parameters must have "type": "object"', param="tools")
-            text, paths = checked_schema(schema, "tools", f"tools.{name}")
+            text, paths = checked_schema(schema, "tools", f"tools.{name}", close=True)  # a function takes no other arguments
             schemas[name] = json.loads(text)
             relaxed += [f"tools.{name}{path}" for path in paths]
     call_format = form.parser_type.call_format(form.model.tokenizer.template.source)

@@ -11,7 +11,6 @@ from pydantic import BaseModel, Field
 from chairlift.chat.messages import check_depth
 from chairlift.chat.tools.custom import PARAMETERS
 from chairlift.errors import InvalidRequest, brief
-from chairlift.grammar.json_schema import closed
 
 _NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -27,12 +26,11 @@ class Function(BaseModel, strict=True):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the function for a chat template; templates expect `parameters`, and some fail without."""
-        parameters = _NO_PARAMETERS if self.parameters is None else self.parameters
-        return {**self.model_dump(exclude_unset=True, exclude={"strict"}), "parameters": parameters}
+        return {**self.model_dump(exclude_unset=True, exclude={"strict"}), "parameters": self.arguments_schema()}
 
     def arguments_schema(self) -> dict[str, Any]:
-        """Returns the JSON schema for calls: a function takes no other arguments than those that it names, unless the schema says more."""
-        return closed(_NO_PARAMETERS if self.parameters is None else self.parameters)
+        """Returns the JSON schema of the arguments."""
+        return _NO_PARAMETERS if self.parameters is None else self.parameters
 
 
 class TextFormat(BaseModel, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chairlift.errors import InvalidRequest, brief
+from chairlift.grammar.closed_schema import SCHEMA_MAPS, SCHEMAS, closed
 from chairlift.sampling import MAX_GRAMMAR
 
 MAX_DEPTH = 32
@@ -26,21 +27,15 @@ _UNSUPPORTED = frozenset(
 """Keywords that llguidance does not implement, without those that are relaxed."""
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces. Others are annotations, as in JSON Schema."""
-_SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-_SCHEMAS = frozenset(("items", "additionalProperties", "allOf", "anyOf", "oneOf", "prefixItems"))
-_OTHER_PROPERTIES = (
-    *("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"),
-    *("dependentRequired", "dependentSchemas", "dependencies", "minProperties", "patternProperties", "propertyNames"),
-)
-"""Keywords that may require or allow properties which are not among `properties`, beside `required`."""
 _MAY_BE_NULL = frozenset(("const", "default"))
 """Keywords for which null is a value. Other keywords that are null, as some clients write those without a value, say nothing."""
 _LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
-def checked_schema(schema: object, param: str, where: str) -> tuple[str, list[str]]:
+def checked_schema(schema: object, param: str, where: str, *, close: bool = False) -> tuple[str, list[str]]:
     """Returns a JSON schema as text, and the paths in it of keywords that were taken out because no grammar enforces them.
 
+    With `close`, its objects have no properties that it does not name, unless it says something of others.
     Raises InvalidRequest for one that is too large, too deep or not supported, naming it as `where`. Checks everything that needs no
     compilation, in bounded time for a schema of any size.
     """
@@ -50,21 +45,8 @@ def checked_schema(schema: object, param: str, where: str) -> tuple[str, list[st
     if not isinstance(schema.get("x-guidance", {}), dict):
         raise InvalidRequest(f"{where}.x-guidance must be an object, got {brief(schema['x-guidance'])}", param=param)
     relaxed: list[str] = []
-    schema = _Checker(param, where, relaxed).check(schema, "")
+    schema = _Checker(param, where, relaxed).check(closed(schema) if close else schema, "")
     return checked_text(json.dumps(schema, ensure_ascii=False), MAX_GRAMMAR, param, where), relaxed
-
-
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns an object's schema without properties that it does not name, unless it says something of others.
-
-    JSON Schema allows them, but a function takes no other arguments, and clients of servers with llama.cpp's grammars expect no others.
-    """
-    named, required = schema.get("properties"), schema.get("required") or []
-    if not isinstance(named, dict) or not isinstance(required, list) or any(schema.get(name) for name in _OTHER_PROPERTIES):
-        return schema
-    if any(name not in named for name in required if isinstance(name, str)):
-        return schema
-    return schema | {"additionalProperties": False} if schema.get("additionalProperties") is None else schema
 
 
 def checked_text(text: str, maximum: int, param: str, where: str) -> str:
@@ -136,9 +118,9 @@ class _Checker:
         return True
 
     def _value(self, key: str, value: Any, path: str) -> Any:
-        if key in _SCHEMA_MAPS and isinstance(value, dict):
+        if key in SCHEMA_MAPS and isinstance(value, dict):
             return {name: self.check(inner, f"{path}.{key}.{name}") for name, inner in value.items()}
-        if key in _SCHEMAS:
+        if key in SCHEMAS:
             return self.check(value, f"{path}.{key}")
         if key == "pattern" and isinstance(value, str):
             checked_text(value, MAX_REGEX, self._param, f"a pattern in {self._where}{path}")

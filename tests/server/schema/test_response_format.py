@@ -15,6 +15,7 @@ from chairlift.server.schema.response_format import MAX_CHOICES
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 TEXT = json.dumps(SCHEMA)
+CLOSED = json.dumps(SCHEMA | {"additionalProperties": False})
 BODIES = {
     "/v1/completions": {"prompt": "a b", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
@@ -49,23 +50,23 @@ def wanted(fields):
     [
         (as_schema(SCHEMA), "json", TEXT),
         ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        ({"structured_outputs": {"json": SCHEMA}}, "json", TEXT),
-        ({"structured_outputs": {"json": TEXT, "regex": None, "json_object": False}}, "json", TEXT),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", CLOSED),
+        ({"structured_outputs": {"json": TEXT, "regex": None, "json_object": False}}, "json", CLOSED),
         ({"structured_outputs": {"json_object": True}}, "json_object", ""),
         ({"structured_outputs": {"regex": "[0-9]+"}, "response_format": None}, "regex", "[0-9]+"),
         ({"structured_outputs": {"choice": ["yes", "né"]}}, "choice", '["yes", "né"]'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", TEXT),
-        ({"guided_json": SCHEMA}, "json", TEXT),
+        ({"guided_json": SCHEMA}, "json", CLOSED),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json", TEXT),
         ({"response_format": {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA}}, "json", TEXT),
         ({"response_format": {"type": "json_object", "json_schema": None}}, "json_object", ""),
-        ({"json_schema": SCHEMA}, "json", TEXT),
-        ({"json_schema": TEXT}, "json", TEXT),
+        ({"json_schema": SCHEMA}, "json", CLOSED),
+        ({"json_schema": TEXT}, "json", CLOSED),
         ({"regex": "[0-9]+"}, "regex", "[0-9]+"),
-        ({"format": SCHEMA}, "json", TEXT),
+        ({"format": SCHEMA}, "json", CLOSED),
         ({"format": "json", "grammar": ""}, "json_object", ""),
-        ({"grammar": {"type": "json", "value": SCHEMA}}, "json", TEXT),
+        ({"grammar": {"type": "json", "value": SCHEMA}}, "json", CLOSED),
         ({"grammar": {"type": "regex", "value": "a+"}, "format": ""}, "regex", "a+"),
         ({"guided_regex": "a|b"}, "regex", "a|b"),
         ({"guided_choice": ["a"]}, "choice", '["a"]'),
@@ -114,6 +115,8 @@ def test_forms_reach_the_engine_and_wrong_ones_do_not(http, engine, route):
         ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
         ({"response_format": {"type": "json_object", "schema": 7}}, "response_format", "is an object"),
         ({"response_format": {"type": "json_object", "scheme": SCHEMA}}, "response_format", "must be"),
+        ({"json_schema": deep(MAX_DEPTH + 1)}, "json_schema", f"deeper than {MAX_DEPTH}"),
+        ({"json_schema": '{"items":' * 300 + "{}" + "}" * 300}, "json_schema", f"deeper than {MAX_DEPTH}"),
         (
             as_schema({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}),
             "response_format",

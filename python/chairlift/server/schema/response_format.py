@@ -143,15 +143,15 @@ class _Reader:
             case {"type": "text", **rest} if not rest:
                 return None
             case {"type": "json_object", "schema": schema, **rest} if not rest:
-                return self._kind("json", schema, "response_format.schema")
+                return self._schema(schema, "response_format.schema")
             case {"type": "json_object", **rest} if not rest:
                 return self._kind("json_object", True, "response_format")
             case {"type": "json_schema", "json_schema": {"schema": dict(schema)}, **rest} if not rest:
-                return self._kind("json", schema, "response_format.json_schema.schema")
+                return self._schema(schema, "response_format.json_schema.schema")
             case {"type": "json_schema", "json_schema": {"schema": schema}}:
                 checked_schema(schema, self._name, "response_format.json_schema.schema")
             case {"type": "json_schema", "schema": dict(schema), **rest} if rest.keys() <= {"name", "description", "strict"}:
-                return self._kind("json", schema, "response_format.schema")  # as llama.cpp and Together AI take it
+                return self._schema(schema, "response_format.schema")  # as llama.cpp and Together AI take it
             case {"type": "structural_tag", **tag}:
                 return self._structural_tag(tag)
         raise InvalidRequest(
@@ -185,9 +185,7 @@ class _Reader:
         param = self._name
         match kind:
             case "json":
-                text, relaxed = checked_schema(_parsed(value), param, where)
-                self.relaxed += relaxed
-                return StructuredOutput(kind, text, param)
+                return self._schema(value, where, close=True)
             case "json_object" if value is True:
                 return StructuredOutput(kind, param=param)
             case "structural_tag":
@@ -200,6 +198,11 @@ class _Reader:
                 return StructuredOutput(kind, checked_text(json.dumps(value, ensure_ascii=False), MAX_GRAMMAR, param, where), param)
         expected = {"choice": "a non-empty list of strings", "json_object": "true"}.get(kind, "a string")
         raise InvalidRequest(f"{where} must be {expected}, got {brief(value)}", param=param)
+
+    def _schema(self, schema: object, where: str, *, close: bool = False) -> StructuredOutput:
+        text, relaxed = checked_schema(_parsed(schema), self._name, where, close=close)
+        self.relaxed += relaxed
+        return StructuredOutput("json", text, self._name)
 
     def _structural_tag(self, value: object) -> StructuredOutput:
         """Reads vLLM's structural tag: free text in which a trigger begins one of the structures."""

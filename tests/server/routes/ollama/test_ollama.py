@@ -67,9 +67,11 @@ def test_options_and_formats_reach_the_engine(llama, engine):
     assert (params.temperature, params.top_k, params.repetition_penalty, params.stop, params.seed) == (0.5, 3, 1.5, ("x",), 7)
     assert params.max_tokens == 2048 - 7
     assert params.structured_output.kind == "json"
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    llama.chat(MODEL, HELLO, format=schema)
-    assert json.loads(engine.seen[-1].structured_output.text) == {"additionalProperties": False, **schema}
+    friend = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {"friends": {"items": {"$ref": "#/$defs/f"}}}, "required": ["friends"]}
+    llama.chat(MODEL, HELLO, format=schema | {"$defs": {"f": friend}})
+    no_others = {"additionalProperties": False}
+    assert json.loads(engine.seen[-1].structured_output.text) == schema | no_others | {"$defs": {"f": friend | no_others}}
     llama.generate(MODEL, "x", format="json", options={"num_predict": 1})
     assert engine.seen[-1].structured_output.kind == "json_object"
 

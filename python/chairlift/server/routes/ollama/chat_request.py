@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, Field
 
 from chairlift.errors import InvalidRequest, brief
-from chairlift.grammar.json_schema import closed
 from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, renamed_fields
 from chairlift.server.routes.ollama.fields import KeepAlive, served_name
 from chairlift.server.schema.fields import Fields
@@ -95,8 +94,7 @@ class OllamaRequest(Fields, ABC):
         """Returns the chat request and the names of options without effect; raises InvalidRequest with this API's field names."""
         fields, ignored = self._options()
         fields |= {"model": self.served, "stream": self.stream is not False}
-        form = closed(self.format) if isinstance(self.format, dict) else self.format
-        fields |= {"format": form, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs, "messages": self._messages()}
+        fields |= {"format": self.format, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs, "messages": self._messages()}
         if isinstance(self.think, str):
             fields["reasoning_effort"] = self.think
         else:
