@@ -29,6 +29,12 @@ _RESPONSE_FORMAT = {
         },
         {
             "type": "object",
+            "properties": {"type": {"enum": ["json", "json_object", "regex"]}, "value": {"type": ["object", "string"]}},
+            "required": ["type", "value"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
             "properties": {
                 "type": {"const": "structural_tag"},
                 "structures": {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": MAX_TAGS},
@@ -152,6 +158,8 @@ class _Reader:
                 checked_schema(schema, self._name, "response_format.json_schema.schema")
             case {"type": "json_schema", "schema": dict(schema), **rest} if rest.keys() <= {"name", "description", "strict"}:
                 return self._schema(schema, "response_format.schema")  # as llama.cpp and Together AI take it
+            case {"type": "json" | "json_object" | "regex", "value": _, **rest} if not rest:
+                return self._grammar(value)  # as TGI takes it
             case {"type": "structural_tag", **tag}:
                 return self._structural_tag(tag)
         raise InvalidRequest(
@@ -172,9 +180,9 @@ class _Reader:
     def _grammar(self, value: object) -> StructuredOutput:
         match value:
             case {"type": "json" | "json_object" | "json_schema", "value": schema}:
-                return self._kind("json", schema, "grammar.value")
+                return self._kind("json", schema, f"{self._name}.value")
             case {"type": "regex", "value": regex}:
-                return self._kind("regex", regex, "grammar.value")
+                return self._kind("regex", regex, f"{self._name}.value")
         raise InvalidRequest(
             "grammar must be an object with type (json or regex) and value. GBNF is not supported: send structured_outputs.grammar in "
             f"Lark's syntax. Got {brief(value)}",
