@@ -56,6 +56,8 @@ def wanted(fields):
         ({"structured_outputs": {"regex": "[0-9]+"}, "response_format": None}, "regex", "[0-9]+"),
         ({"structured_outputs": {"choice": ["yes", "né"]}}, "choice", '["yes", "né"]'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+        ({"structured_outputs": {"json": SCHEMA}, "guided_json": SCHEMA}, "json", CLOSED),
+        ({"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", TEXT),
         ({"response_format": {"type": "json_object", "value": SCHEMA}}, "json", CLOSED),
         ({"response_format": {"type": "json", "value": TEXT}}, "json", CLOSED),
@@ -121,6 +123,8 @@ def test_forms_reach_the_engine_and_wrong_ones_do_not(http, engine, route):
         ({"response_format": {"type": "regex", "value": SCHEMA}}, "response_format", "response_format.value must be a string"),
         ({"response_format": {"type": "json", "value": 7}}, "response_format", "response_format.value must be a JSON schema"),
         ({"response_format": {"type": "json", "value": SCHEMA, "schema": SCHEMA}}, "response_format", "must be"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex", "send only one"),
+        ({"structured_outputs": {"regex": "a"}, "guided_json": SCHEMA}, "guided_json", "send only one"),
         ({"json_schema": deep(MAX_DEPTH + 1)}, "json_schema", f"deeper than {MAX_DEPTH}"),
         ({"json_schema": '{"items":' * 300 + "{}" + "}" * 300}, "json_schema", f"deeper than {MAX_DEPTH}"),
         (

@@ -84,7 +84,7 @@ def check_one_format(names: Sequence[str]) -> None:
 
 
 class StructuredOutputFields(BaseModel):
-    """The structured-output fields of a request, of which at most one may be set.
+    """The structured-output fields of a request, of which at most one may be set. vLLM's older and newer name may say the same.
 
     `regex` and `json_schema` are SGLang's and llama.cpp's names, `format` is Ollama's, and `grammar` is TGI's.
     """
@@ -111,6 +111,8 @@ class StructuredOutputFields(BaseModel):
         fields = {name: getattr(self, name) for name in StructuredOutputFields.model_fields}
         # Clients of other servers send an empty format or grammar for none.
         names = [name for name, value in fields.items() if value is not None and (value != "" or name not in ("format", "grammar"))]
+        if isinstance(newer := self.structured_outputs, dict):  # guidance sends vLLM's older name of the same form too
+            names = [name for name in names if not name.startswith("guided_") or fields[name] != newer.get(name.removeprefix("guided_"))]
         check_one_format(names)
         if not names:
             return None
