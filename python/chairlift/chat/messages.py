@@ -67,6 +67,8 @@ class Message(BaseModel, strict=True):
     function_call: _CalledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    prefix: bool | None = None
+    """Whether the answer goes on with this message, which is the last: the field of Mistral's and DeepSeek's APIs."""
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Converts the message for a chat template; raises InvalidRequest that names the message as `where`."""

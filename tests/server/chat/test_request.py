@@ -110,6 +110,16 @@ def test_a_final_message_goes_on(http, engine):
     assert engine.tokenizer.rendered[0][1] == {"continue_final_message": True, "add_generation_prompt": False}
 
 
+def test_the_answer_goes_on_with_a_last_message_of_the_assistant_that_is_a_prefix(http, engine):
+    def variables(*messages):
+        http.post(CHAT, json={"messages": messages, "max_tokens": 1}).raise_for_status()
+        return engine.tokenizer.rendered[-1][1]
+
+    prefix = {"role": "assistant", "content": "I ", "prefix": True}
+    assert variables(HELLO, prefix) == {"continue_final_message": True, "add_generation_prompt": False}
+    assert variables(HELLO, prefix | {"prefix": False}) == variables(HELLO, prefix, HELLO) == variables(HELLO | {"prefix": True}) == {}
+
+
 def test_a_conversation_that_goes_on_ends_with_its_last_words():
     messages = [HELLO, {"role": "assistant", "content": "I <|end|> "}]
     template = ChatTemplate({"default": CHATML}, {})

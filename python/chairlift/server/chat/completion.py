@@ -197,7 +197,7 @@ async def _render_prompt(
         turn = await beside(request, CurrentTurn, service.turns, model, labels, given, {**variables, "tools": tools}, rendered, parse)
         rendered = turn.tokens
     tokens = body.truncate(rendered, model.engine.info.max_model_len)
-    continued = conversation[-1] if body.continue_final_message else None
+    continued = conversation[-1] if variables.get("continue_final_message") else None
     return _RenderedPrompt(tokens, parser_type, model.chat_model.reasoning_after(tokens, continued), turn)
 
 

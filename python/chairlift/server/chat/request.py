@@ -80,12 +80,13 @@ class ChatRequest(GenerationRequest):
         if self.documents:
             check_depth("documents", self.documents)
             variables["documents"] = self.documents
-        if self.continue_final_message:
+        continues = self.continue_final_message or (self.messages[-1].role == "assistant" and self.messages[-1].prefix)
+        if continues:
             if self.add_generation_prompt:
                 message = "continue_final_message extends the last message, add_generation_prompt begins a new one: leave out one of them"
                 raise InvalidRequest(message, param="continue_final_message")
             variables["continue_final_message"] = True
-        if self.continue_final_message or self.add_generation_prompt is False:
+        if continues or self.add_generation_prompt is False:
             variables["add_generation_prompt"] = False
         return variables
 
