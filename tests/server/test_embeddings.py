@@ -132,9 +132,10 @@ def test_rerank_orders_documents_by_their_cosine_with_the_query(http: httpx.Clie
     assert np.allclose([one["relevance_score"] for one in answer["results"]], [cosines[index] for index in best], atol=1e-5)
     assert [one["document"]["text"] for one in answer["results"]] == [texts[index] for index in best]
     assert answer["usage"]["total_tokens"] > 0
-    short = http.post("/rerank", json={"query": "abc", "documents": [{"text": "abd"}, "abc"], "top_n": 1, "return_documents": False})
-    [result] = short.json()["results"]
-    assert (result["index"], sorted(result)) == (1, ["index", "relevance_score"])
+    asked = {"query": "abc", "documents": [{"text": "abd"}, "abc"], "top_n": 1, "return_documents": False}
+    for path in ("/rerank", "/v2/rerank"):
+        [result] = http.post(path, json=asked).json()["results"]
+        assert (result["index"], sorted(result)) == (1, ["index", "relevance_score"])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a", "max_output_tokens": 2},
     "/v1/embeddings": {"input": "a"},
     "/v1/rerank": {"query": "a", "documents": ["a"]},
+    "/v2/rerank": {"query": "a", "documents": ["a"]},
     "/rerank": {"query": "a", "documents": ["a"]},
     "/v1/messages": {"messages": SAID, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": SAID},

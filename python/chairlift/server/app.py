@@ -112,6 +112,7 @@ def routes() -> list[Route]:
         Route("/close_session", close_session, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/rerank", rerank, methods=["POST"]),
+        Route("/v2/rerank", rerank, methods=["POST"]),
         Route("/rerank", rerank, methods=["POST"]),
         Route("/v1/files", files.create_file, methods=["POST"]),
         Route("/v1/files", files.list_files),

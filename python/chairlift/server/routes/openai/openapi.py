@@ -57,6 +57,7 @@ REQUESTS: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
     ("/v1/responses/input_tokens", "Token count of a conversation in OpenAI's format", ResponsesRequest, "InputTokens", False),
     ("/v1/embeddings", "Embeddings", EmbeddingRequest, "CreateEmbeddingResponse", False),
     ("/v1/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
+    ("/v2/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
     ("/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
     ("/v1/messages", "Chat completion in Anthropic's Messages API", MessagesRequest, "AnthropicMessage_", True),
     ("/v1/messages/count_tokens", "Token count of a conversation in Anthropic's format", CountRequest, "TokenCount", False),

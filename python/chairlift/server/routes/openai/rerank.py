@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /rerank: orders documents by their similarity to a query, as in Jina's and Cohere's APIs."""
+"""POST /v1/rerank, /v2/rerank and /rerank: orders documents by their similarity to a query, as in Jina's and Cohere's APIs."""
 
 from __future__ import annotations
 
