@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.file_checks import check_files
-from chairlift.errors import ChairliftError, ModelNotFound
+from chairlift.engine.journal import Journal, check_journal
+from chairlift.errors import ChairliftError, InvalidSetting, ModelNotFound
 
 
 def bad_settings(tmp_path):
@@ -60,3 +61,19 @@ def test_files_that_can_be_used_are_left_as_they_are(tmp_path):
     assert not (tmp_path / "new.journal").exists()
     with pytest.raises(ModelNotFound):
         Engine(config)
+    assert journal.read_text() == "yesterday"
+
+
+def test_the_journal_of_a_running_engine_is_left_to_it(tmp_path):
+    path = tmp_path / "day.journal"
+    path.write_text("yesterday")
+    journal = Journal(str(path))
+    journal.append(b"today", flush=True)
+    for use in (Journal, check_journal):
+        with pytest.raises(InvalidSetting, match=f"--journal {path}: another engine writes it; end that one, or name another file"):
+            use(str(path))
+    assert path.read_text() == "today"
+    journal.close()
+    check_journal(str(path))
+    Journal(str(path)).close()
+    assert path.read_text() == ""

@@ -70,7 +70,6 @@ class Engine:
         """With a `hash_key` of 16 bytes, steps report what the prefix cache gains and loses, by names under this key."""
         self.config = config
         check_files(config)
-        self._journal = None if config.journal is None else Journal(config.journal)
         directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)
         sampling = recommended_sampling(directory) if config.generation_config == "auto" else {}
@@ -94,6 +93,8 @@ class Engine:
         contents = None if self._disk_cache is None else self._disk_cache.contents
         self.info = replace(info, adapter_digests=self._adapters.digests, disk_cache=contents)
         self._kv_blocks = None if config.num_kv_blocks is not None else runner.kv_blocks
+        # Last, so that an engine that could not start has no lock on it and leaves what an earlier one wrote.
+        self._journal = None if config.journal is None else Journal(config.journal)
 
     @property
     def has_work(self) -> bool:

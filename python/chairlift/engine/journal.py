@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import stat
 import time
 from typing import BinaryIO
 
@@ -18,13 +20,13 @@ FLUSH_SECONDS = 5.0
 
 
 class Journal:
-    """An append-only file. If a write fails, the journal ends with a warning and the engine continues."""
+    """An append-only file of one engine. If a write fails, the journal ends with a warning and the engine continues."""
 
     def __init__(self, path: str) -> None:
-        """Creates or truncates the file. Raises InvalidSetting if that fails."""
+        """Creates or truncates the file. Raises InvalidSetting if that fails, or another engine writes the file."""
         try:
             # Readable by the owner only, because it contains tenants' names and hashes of prompts.
-            self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_private)  # noqa: SIM115 (open for as long as the engine is)
+            self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_own)  # noqa: SIM115 (open for as long as the engine is)
         except OSError as error:
             raise _unwritable(path, error) from None
         self._flush_due = time.monotonic() + FLUSH_SECONDS
@@ -51,7 +53,7 @@ class Journal:
 
 
 def check_journal(path: str) -> None:
-    """Raises InvalidSetting if the file cannot be written. Leaves it as it is, and creates none."""
+    """Raises InvalidSetting if the file cannot be written, or an engine writes it. Leaves it as it is, and creates none."""
     directory = os.path.join(os.path.dirname(os.path.abspath(path)), "")
     existing = path if os.path.exists(path) else directory
     try:
@@ -60,6 +62,8 @@ def check_journal(path: str) -> None:
         os.stat(directory)  # fails for a file, because of the slash at its end
         if not os.access(existing, os.W_OK):
             raise PermissionError(13, "Permission denied")
+        if os.path.isfile(path):
+            os.close(_locked(os.open(path, os.O_WRONLY)))
     except OSError as error:
         raise _unwritable(path, error) from None
 
@@ -82,10 +86,39 @@ def create_next(path: str) -> str:
 
 
 def _unwritable(path: str, error: OSError) -> InvalidSetting:
+    if isinstance(error, BlockingIOError):
+        return InvalidSetting(f"--journal {path}: another engine writes it; end that one, or name another file")
     return InvalidSetting(f"--journal {path}: cannot write there ({error.strerror}); name a file in a directory that exists")
 
 
 def _private(path: str, flags: int) -> int:
     handle = os.open(path, flags, 0o600)
-    os.chmod(path, 0o600)  # the file may have existed
+    if _is_regular(handle):
+        os.fchmod(handle, 0o600)  # the file may have existed
     return handle
+
+
+def _own(path: str, flags: int) -> int:
+    """Opens a file for one engine. It is truncated once no other engine can be writing it."""
+    handle = _locked(_private(path, flags & ~os.O_TRUNC))
+    if _is_regular(handle):
+        os.ftruncate(handle, 0)
+    return handle
+
+
+def _locked(handle: int) -> int:
+    """Locks an open file until it is closed, and returns it. Raises BlockingIOError, with the file closed, if another has the lock."""
+    if _is_regular(handle):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:
+            pass  # some network file systems have no locks
+    return handle
+
+
+def _is_regular(handle: int) -> bool:
+    """Whether it is a file and no device like /dev/null, which engines may share."""
+    return stat.S_ISREG(os.fstat(handle).st_mode)
