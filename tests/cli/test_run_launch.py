@@ -128,12 +128,14 @@ def test_a_server_that_cannot_start_is_an_error(url, monkeypatch):
         pass
 
 
-def test_a_started_server_is_at_its_address_whatever_variables_say(url, monkeypatch):
-    monkeypatch.setenv("CHAIRLIFT_UDS", "/run/chairlift.sock")
-    monkeypatch.setenv("CHAIRLIFT_SSL_CERTFILE", "cert.pem")
-    ends = "import os; raise SystemExit(3 if any(name in os.environ for name in ('CHAIRLIFT_UDS', 'CHAIRLIFT_SSL_CERTFILE')) else 4)"
-    monkeypatch.setattr(servers, "_command", lambda model, port: [sys.executable, "-c", ends])
-    with pytest.raises(ChairliftError, match="status 4"), servers.server_for("other", None, None):
+def test_a_started_server_has_no_variables_of_another_server(url, monkeypatch):
+    for name in ("UDS", "SSL_CERTFILE", "API_KEY", "API_KEY_FILE", "OPERATOR_KEY", "MODELS", "DATA_DIR", "JOURNAL", "DEVICE"):
+        monkeypatch.setenv(f"CHAIRLIFT_{name}", "cpu")
+    ends = "import os; raise SystemExit([name for name in os.environ if name.startswith('CHAIRLIFT_')] != ['CHAIRLIFT_DEVICE'])"
+    monkeypatch.setattr(servers, "_command", lambda model, port: [sys.executable, "-S", "-c", ends])
+    for name in [name for name in os.environ if name.startswith("CHAIRLIFT_") and os.environ[name] != "cpu"]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ChairliftError, match="status 0"), servers.server_for("other", None, None):
         pass
 
 

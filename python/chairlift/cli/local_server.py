@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from chairlift.cli import flags
 from chairlift.cli.remote import URL, get_json, model_names
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound
+from chairlift.server.config import ServerConfig
 from chairlift.settings import ENV_PREFIX
 
 MODEL_HELP = f"{flags.MODEL_SOURCES} (default: the first model of the server, or {DEFAULT_MODEL} if none runs)"
@@ -25,8 +27,8 @@ POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0
 """Seconds that a server which this command started gets to end its requests and exit."""
 
-_OTHER_ADDRESS = {f"{ENV_PREFIX}{name}" for name in ("UDS", "SSL_CERTFILE", "SSL_KEYFILE")}
-"""Variables of 'chairlift serve' with which a server would not be at the address that this command expects."""
+_OTHER_SERVERS = {f"{ENV_PREFIX}{name.upper()}" for name in (*(field.name for field in fields(ServerConfig)), "journal")}
+"""Variables for 'chairlift serve': with them, this command's own server may have another address or model, want a key or share files."""
 
 _SERVE = """\
 import signal, sys
@@ -100,7 +102,7 @@ def _started(model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
             port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     print(f"chairlift: starting a server for {model} at {url}", file=sys.stderr)
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHER_ADDRESS}
+    environment = {name: value for name, value in os.environ.items() if name not in _OTHER_SERVERS}
     process = subprocess.Popen(_command(model, port), stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
     try:
         yield url, process
