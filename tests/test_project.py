@@ -16,7 +16,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from chairlift.cli.flags import read_config
+from chairlift.cli.config_file import read_config
 from chairlift.cli.main import build_parser
 from chairlift.server.app import routes
 from chairlift.server.config import ServerConfig

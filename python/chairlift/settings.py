@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, field, fields
 from numbers import Real
 from typing import Any
@@ -130,6 +130,36 @@ def parse_value(metadata: Mapping[str, Any], annotation: object, text: str) -> A
         if parse in (int, float):  # their own messages mention literals and bases
             raise ValueError(f"expected a {'whole ' * (parse is int)}number, got {text!r}") from None
         raise
+
+
+def names_in_files(items: Iterable[Field[Any]]) -> dict[str, str]:
+    """Returns what a YAML or TOML file may call each field, with _ for -: its name, or that of another flag for it."""
+    return {
+        name.removeprefix("--").replace("-", "_"): item.name
+        for item in items
+        for name in (item.name, *item.metadata.get("aliases", ()))
+        if name == item.name or name.startswith("--")
+    }
+
+
+def parse_entry(item: Field[Any], value: Any) -> Any:
+    """Converts what a YAML or TOML file has for a field, as if it was written for the flag. Raises ValueError if it is invalid."""
+    kind, parse = str(item.type), item.metadata.get("parse")
+    match value:
+        case Mapping() if kind.startswith("Mapping"):
+            joined = ",".join(f"{name}={entry}" for name, entry in value.items())
+            value = json.dumps(value, default=str) if parse is parse_json_object else joined
+        case list() if kind.startswith("tuple") or "nargs" in item.metadata:
+            value = ",".join(map(str, value))
+        case Mapping() | list():
+            raise ValueError(f"expected one value, got {value!r:.100}")
+        case str():
+            pass
+        case _ if kind.startswith("str"):  # text that looks like a number, as 1.10, is another one if a file's reader converts it
+            raise ValueError(f"expected text in quotes, got {value!r:.100}")
+        case bool():
+            value = str(value).lower()
+    return parse_value(item.metadata, kind, str(value))
 
 
 def check_choice(metadata: Mapping[str, Any], value: object) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import chairlift
 from chairlift.cli import flags, main
+from chairlift.cli.config_file import read_config
 from chairlift.cli.foreign_flags import HINTS
 from chairlift.config import EngineConfig
 from chairlift.server.config import ServerConfig
@@ -354,10 +355,32 @@ def test_a_config_file_gives_settings_and_flags_and_variables_win(tmp_path, monk
     )
     monkeypatch.setenv("CHAIRLIFT_MAX_BODY_SIZE", "9")
     args = vars(main.build_parser().parse_args(["serve", "--config", str(file), "--port", "2"]))
-    args["file_settings"] = flags.read_config(args)
+    args["file_settings"] = read_config(args)
     server, engine = flags.read(ServerConfig, args), flags.read(EngineConfig, args)
     assert (server.port, server.max_body_size, engine.model, engine.max_num_seqs, engine.watermark) == (2, 9, "from/file", 1024, 0.25)
     assert (engine.tenant_weights, engine.scheduling_policy) == ({"alice": 2}, "fair")
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("api-key: 0123456701234567", {"api_key": "0123456701234567"}),
+        ("served-model-name: 1.10", {"served_model_name": "1.10"}),
+        ("enable-lora: yes\nlora-modules: [a=/a, b=/b]", {"enable_lora": True, "lora_modules": {"a": "/a", "b": "/b"}}),
+        ("lora-modules: {a: /a}", {"lora_modules": {"a": "/a"}}),
+        ("preload: [a, b]", {"preload": ("a", "b")}),
+        ("speculative-config: {method: off, a: 3}", {"speculative_config": {"method": "off", "a": 3}}),
+        ("speculative-config: '{\"method\": \"ngram\"}'", {"speculative_config": {"method": "ngram"}}),
+        ("data-parallel-size: 2", {"replicas": 2}),
+        ("\ufeffport: 1", {"port": 1}),
+        ("# all commented out", {}),
+        ("", {}),
+    ],
+)
+def test_a_config_file_gives_values_as_they_are_written(text, settings, tmp_path):
+    (tmp_path / "serve.yaml").write_text(text)
+    arguments = vars(main.build_parser("serve").parse_args(["serve", "--config", str(tmp_path / "serve.yaml")]))
+    assert read_config(arguments) == settings
 
 
 @pytest.mark.parametrize(
@@ -365,6 +388,10 @@ def test_a_config_file_gives_settings_and_flags_and_variables_win(tmp_path, monk
     [
         ("max-num-seq: 4", "unknown setting max-num-seq: did you mean max-num-seqs?"),
         ("port: x", "port: expected a whole number"),
+        ("port:", "port: it has no value"),
+        ("port: [1, 2]", "port: expected one value, got ['1', '2']"),
+        ("port: 1\nport: 2", "port: it is set twice"),
+        ("max_num_seqs: 1\nmax-num-seqs: 2", "max-num-seqs: it is set twice"),
         ("- a", "expected lines like"),
     ],
 )

@@ -43,6 +43,13 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
     assert (small.name, small.keep_alive, small.preload, small.config.enable_prefix_caching) == ("org/small", None, True, False)
 
 
+def test_a_table_has_lists_and_tables_of_a_setting(tmp_path):
+    text = 'path = "a"\nenable-lora = true\nlora-modules = ["sql=/adapters/sql"]\nspeculative-config = {method = "ngram"}\n'
+    [spec] = read(tmp_path, f"[a]\n{text}download-dir = '/cache'\n")
+    assert (spec.config.lora_modules, spec.config.speculative_config) == ({"sql": "/adapters/sql"}, {"method": "ngram"})
+    assert spec.config.cache_dir == "/cache"
+
+
 def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
     common = EngineConfig(max_model_len=8192)
     specs = named_models(["a=./a", "b=./b"], common, ServerConfig())
@@ -66,6 +73,8 @@ def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
         ("-1", "1.5", "line 6: [chat] priority: expected a whole number"),
         ("= 3", "= 0", "line 7: [chat] weight: expected a whole number from 1 to 1000, got 0"),
         ('"mistral"', '"misty"', "line 9: [chat] tool_call_parser: expected one of"),
+        ("max-model-len", "max_model_len = 2\nmax-model-len", "line 9: [chat] max-model-len: it is set twice"),
+        ("max-model-len", "revision = 1.10 #", "line 8: [chat] revision: expected text in quotes, got 1.1"),
         ("true", '"yes"', "line 13: [org/small] preload: expected true or false, got 'yes'"),
         ('path = "org/chat"', "", 'line 2: [chat]: it needs path = "..."'),
         ('"default"', '"org/small"', "line 11: two models have the name 'org/small'"),

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -234,41 +233,6 @@ def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
     file = {name: value for name, value in arguments.get("file_settings", {}).items() if name in names}
     return cls(**{**file, **from_environment(cls, arguments.get("variables", ())), **flags})
-
-
-def read_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the YAML file `--config`: names of flags, with - or _, and their values. Raises ValueError."""
-    path = arguments.get("config")
-    if path is None:
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = import_module("yaml").safe_load(file)
-    except OSError as error:
-        raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # yaml.YAMLError, which is not imported
-        raise ValueError(f"--config {path}: is no YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"--config {path}: expected lines like max-num-seqs: 16")
-    fields = {field.name: field for cls in (ServerConfig, EngineConfig) for field in dataclasses.fields(cls)}
-    known = arguments.get("variables", ())
-    settings = {}
-    for key, value in document.items():
-        name = "scheduling_policy" if key == "policy" else str(key).replace("-", "_")
-        if name not in known or name not in fields:
-            raise ValueError(f"--config {path}: unknown setting {key}{did_you_mean(str(key), (one.replace('_', '-') for one in known))}")
-        try:
-            settings[name] = parse_value(fields[name].metadata, fields[name].type, _yaml_text(value))
-        except ValueError as error:
-            raise ValueError(f"--config {path}: {key}: {error}") from None
-    return settings
-
-
-def _yaml_text(value: Any) -> str:
-    """A YAML value as it would be written for a flag."""
-    if isinstance(value, Mapping):
-        return ",".join(f"{name}={weight}" for name, weight in value.items())
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:

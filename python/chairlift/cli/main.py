@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from chairlift.cli import flags
+from chairlift.cli.config_file import read_config
 from chairlift.cli.foreign_flags import HINTS
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting, InvalidTrace, did_you_mean
@@ -172,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.prog = f"{parser.prog} {args.command}"  # errors below refer to the help of this command
     try:
         flags.check_variables(vars(args))
-        args.file_settings = flags.read_config(vars(args))
+        args.file_settings = read_config(vars(args))
         args.engine, args.server = flags.read(EngineConfig, vars(args)), flags.read(ServerConfig, vars(args))
     except ValueError as error:
         parser.error(str(error))

@@ -15,10 +15,11 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, did_you_mean
 from chairlift.server.config import ServerConfig
 from chairlift.server.toml_file import line_of, read_toml
-from chairlift.settings import parse_duration, parse_value
+from chairlift.settings import names_in_files, parse_duration, parse_entry
 
 _ENGINE_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig) if "help" in field.metadata}
 _PARSERS = {field.name: field for field in dataclasses.fields(ServerConfig) if field.name in ("tool_call_parser", "reasoning_parser")}
+_FLAGS = names_in_files((*_ENGINE_FIELDS.values(), *_PARSERS.values()))
 _OWN = ("path", "aliases", "keep_alive", "priority", "weight", "preload")
 _LARGEST_PRIORITY = _LARGEST_WEIGHT = 1000
 
@@ -97,6 +98,9 @@ def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[M
         for key, value in table.items():
             try:
                 setting = key.replace("-", "_")
+                setting = _FLAGS.get(setting, setting)
+                if setting in settings:
+                    raise ValueError("it is set twice")
                 settings[setting] = _setting(setting, value)
             except ValueError as error:
                 raise InvalidSetting(f"{flag}{line_of(text, name, key)}: [{name:.100}] {key:.100}: {error}") from None
@@ -178,16 +182,7 @@ def _setting(key: str, value: Any) -> Any:
     if field is None:
         known = (*_OWN, *_PARSERS, *_ENGINE_FIELDS)
         raise ValueError(f"no such setting{did_you_mean(key, known)}")
-    return parse_value(field.metadata, field.type, _flag_text(value))
-
-
-def _flag_text(value: Any) -> str:
-    """Returns a TOML value as it would be written for a flag."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return ",".join(f"{name}={weight}" for name, weight in value.items())
-    return str(value)
+    return parse_entry(field, value)
 
 
 def _checked(specs: list[ModelSpec], server: ServerConfig, flag: str = "", text: str = "") -> list[ModelSpec]:
