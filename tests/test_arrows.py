@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 
-LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "svg", "timeline", "timeline_plot"}
+LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "process_log", "svg", "timeline", "timeline_plot"}
 MAY_IMPORT = {
     "": {"engine", "sim", "tokenizer", "_core", *LEAVES},
     "__main__": {"cli"},
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "config": {"scheduling", "settings", "_core"},
     "settings": {"scheduling"},
     "errors": set(),
+    "process_log": set(),
     "directories": {"errors"},
     "checks": {"errors"},
     "sampling": {"checks", "errors"},

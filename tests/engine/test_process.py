@@ -1,5 +1,6 @@
 """The child process: what it answers, when it waits, and that it never outlives its parent."""
 
+import json
 import os
 import signal
 import socket
@@ -265,6 +266,20 @@ def test_a_step_that_fails_is_named_and_ends_it(prompt, words):
         assert it.process.wait(GUARD) == 0
         assert b"Traceback" in (said := it.process.stderr.read())
         assert said.endswith(b"closed\n")
+        it.process.stderr.close()
+
+
+def test_its_log_is_written_as_the_commands(monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "_CHAIRLIFT_LOG", "error json")
+    with child(stderr=subprocess.PIPE) as it:
+        it.start()
+        it.add(1, [CRASHING])
+        it.receive()
+        it.send(Stop())
+        assert it.process.wait(GUARD) == 0
+        line = json.loads(it.process.stderr.readline())
+        assert (line["level"], line["message"]) == ("error", "the engine failed")
+        assert "ZeroDivisionError: a bug in the model" in line["exception"]
         it.process.stderr.close()
 
 

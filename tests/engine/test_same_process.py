@@ -85,7 +85,7 @@ def test_requests_start_as_slots_allow_and_are_explained(config):
     run(config, test)
 
 
-def test_an_engine_whose_step_fails_ends_and_can_be_started_again(config, capfd, monkeypatch):
+def test_an_engine_whose_step_fails_ends_and_can_be_started_again(config, caplog, monkeypatch):
     async def test(engine):
         ends = []
         engine.on_end = lambda: ends.append(engine.alive)
@@ -105,7 +105,7 @@ def test_an_engine_whose_step_fails_ends_and_can_be_started_again(config, capfd,
         await engine.close()
 
     run(config, test)
-    assert "a bug in a step" in capfd.readouterr().err
+    assert "a bug in a step" in caplog.text
 
 
 def test_an_engine_that_cannot_be_made_does_not_start(config):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from chairlift.cli.config_file import read_config
 from chairlift.cli.foreign_flags import HINTS
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidRequest, InvalidSetting, InvalidTrace, did_you_mean
+from chairlift.process_log import write_log
 from chairlift.server.config import ServerConfig
 
 GROUPS = {
@@ -183,11 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _configure_logging(server: ServerConfig) -> None:
-    logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    if server.log_format == "json":
-        logs = import_module("chairlift.server.observability.logs")
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(logs.JsonFormatter())
+    as_json = server.log_format == "json"
+    write_log(server.log_level, import_module("chairlift.server.observability.logs").JsonFormatter() if as_json else None)
 
 
 def _run(args: argparse.Namespace) -> int:

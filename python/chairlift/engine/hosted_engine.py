@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,8 @@ from chairlift.errors import ChairliftError, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
+
+log = logging.getLogger("chairlift")
 
 STATS_SECONDS, USAGE_SECONDS = 0.2, 1.0
 """Intervals at which counters, and those per tenant and class, are sent while the engine works."""
@@ -144,7 +146,7 @@ class HostedEngine:
         except QueueFull as error:
             self._send(Rejected(tag, "QueueFull", str(error), retry_after=error.retry_after))
         except Exception as error:  # an unexpected error fails only this request
-            traceback.print_exc()
+            log.exception("the engine could not take a request")
             message = f"the engine could not take the request ({type(error).__name__}); the log has more"
             self._send(Rejected(tag, "RequestFailed", message))
 
@@ -171,7 +173,7 @@ def _adapter_error(ask: int, error: Exception) -> AdapterChanged:
     """The reply for an adapter that cannot be loaded or unloaded."""
     if isinstance(error, ChairliftError):
         return AdapterChanged(ask, type(error).__name__, str(error), getattr(error, "code", None))
-    traceback.print_exception(error)
+    log.error("an adapter cannot be used", exc_info=error)
     return AdapterChanged(ask, "RequestFailed", f"the adapter cannot be used ({type(error).__name__}); the log has more")
 
 

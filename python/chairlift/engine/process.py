@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -28,6 +27,7 @@ from chairlift.engine.parent import Parent
 from chairlift.engine.process_signals import LEAVE, end_with_parent
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
 from chairlift.errors import ChairliftError
+from chairlift.process_log import write_log_as_parent
 
 log = logging.getLogger("chairlift")
 
@@ -63,6 +63,7 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; only the parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_log_as_parent()
     end_with_parent()  # a blocked process does not see the socket close
     sock = socket.socket(fileno=fd)
     parent = Parent(sock, saturation, joined)
@@ -86,7 +87,7 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
         return 1  # the parent has exited
     except BaseException as error:  # a panic of the core is not an Exception
         if not isinstance(error, ChairliftError):
-            traceback.print_exc()
+            log.exception("the engine's process ends")
         elif joined is not None:  # the server logs it, on its machine
             log.error("the engine ends: %s", error)
         parent.send(Fatal(type(error).__name__, str(error) or repr(error)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
+import logging
 from collections import deque
 from collections.abc import Mapping
 
@@ -14,6 +14,8 @@ from chairlift.engine.hosted_engine import HostedEngine, Task
 from chairlift.engine.step_loop import EngineMaker, failed
 from chairlift.engine.tenant_service import TenantService
 from chairlift.errors import EngineClosed
+
+log = logging.getLogger("chairlift")
 
 
 class SameProcess(EngineProcess):
@@ -71,7 +73,7 @@ class SameProcess(EngineProcess):
             if hosted is not None:
                 hosted.close()
         except Exception:  # after an error of the core
-            traceback.print_exc()
+            log.exception("the engine could not be closed")
 
     async def close(self) -> None:
         """Ends the engine. Its requests raise EngineClosed. May be called repeatedly."""

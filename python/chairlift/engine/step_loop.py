@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -26,6 +26,8 @@ from chairlift.errors import ChairliftError, InvalidSetting
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
+
+log = logging.getLogger("chairlift")
 
 SAVE_SECONDS = 3.0
 """Most seconds that a clean stop spends on writing KV to disk. The parent kills the process after five."""
@@ -267,7 +269,7 @@ class StepLoop:
                     hosted.save(SAVE_SECONDS)
                 hosted.close()
         except Exception:
-            traceback.print_exc()
+            log.exception("an engine could not be closed")
         gc.collect()
         trim()
         if reply:
@@ -275,7 +277,7 @@ class StepLoop:
 
 
 def failed(error: BaseException) -> Failed:
-    """Describes an error to the parent. Prints its traceback unless it is expected."""
+    """Describes an error to the parent. Logs its traceback unless it is expected."""
     if not isinstance(error, ChairliftError):
-        traceback.print_exception(error)
+        log.error("the engine failed", exc_info=error)
     return Failed(type(error).__name__, str(error) or repr(error))

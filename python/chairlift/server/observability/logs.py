@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from chairlift import process_log
 from chairlift.server.observability.engine_stats import increase
 from chairlift.server.observability.request_context import CURRENT_REQUEST
 from chairlift.timeline import PREEMPTION_REASONS
@@ -39,24 +38,17 @@ def redact_query(record: logging.LogRecord) -> bool:
     return True
 
 
-class JsonFormatter(logging.Formatter):
-    """Formats a record as one line. Records never contain prompts or answers."""
+class JsonFormatter(process_log.JsonFormatter):
+    """Formats a record as one line, with the request that it is about."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Returns the record as JSON without line breaks."""
-        line: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+    def more(self, record: logging.LogRecord) -> dict[str, object]:
+        """The id of the request, and the parts of a line of the access log."""
+        line: dict[str, object] = {}
         if (context := CURRENT_REQUEST.get()) is not None:
             line["request_id"] = context.request_id
         if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == len(_ACCESS):
             line |= zip(_ACCESS, record.args, strict=True)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return line
 
 
 def load_line(before: Stats, now: Stats, seconds: float) -> str | None:
