@@ -46,7 +46,8 @@ def write_tokenizer(file: GGUFFile, out: Path) -> None:
         for key in file.keys("tokenizer.ggml."):
             file.value(key)  # replaced, so that none is reported as unused
     else:
-        build_tokenizer(file).save(str(out / "tokenizer.json"), pretty=False)
+        # Not `save`, whose error for a full disk is no OSError.
+        (out / "tokenizer.json").write_text(build_tokenizer(file).to_str(), encoding="utf-8")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
