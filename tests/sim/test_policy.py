@@ -1,5 +1,6 @@
 """Policies in Python decide in the simulator, and a wrong one is replaced."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -134,6 +135,24 @@ def recorded(policy, folder):
 def test_every_kind_of_simulation_reports_a_failure(run, tmp_path, caplog):
     run(Broken(), tmp_path)
     assert "the policy Broken failed, and the queue went on in the order of arrival: OSError: no answer (line" in caplog.text
+
+
+def test_figures_of_a_policy_that_failed_say_so(tmp_path, capsys):
+    """The line is the file's, not that of what it called. An exit is a failure too."""
+    text = "import json\nfrom chairlift import Policy\nclass {}(Policy):\n    def rank(self, request):\n        {}\n"
+    for name, line, error in (("Reads", "json.loads('')", "JSONDecodeError"), ("Quits", "raise SystemExit(3)", "SystemExit: 3")):
+        (tmp_path / "p.py").write_text(text.format(name, line))
+        arguments = ["simulate", "--trace", str(CONV), "--model", "SmolLM2-135M", "--policy", f"{tmp_path}/p.py:{name}", "--json"]
+        assert main([*arguments, "--num-requests", "20"]) == 1
+        failure = json.loads(capsys.readouterr().out)["policy_failure"]
+        assert failure.startswith(error)
+        assert failure.endswith("(line 5 of p.py)")
+
+
+def test_a_file_that_exits_as_it_is_imported_is_told_in_a_line(tmp_path):
+    (tmp_path / "p.py").write_text("\nimport sys; sys.exit(3)\n")
+    with pytest.raises(InvalidSetting, match=r"p.py cannot be imported: SystemExit: 3 \(line 2 of p.py\)"):
+        load(f"{tmp_path}/p.py:Mine")
 
 
 def test_an_interrupt_during_a_decision_ends_the_simulation():

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join("\n".join(lines) for lines in parts).rstrip())
     if args.report:
         page(runs, f"Replay: {Path(args.file).name}", [*summary, *notes], base).write(args.report)
-    return 0 if replay.differs_at is None else 1
+    return 1 if replay.differs_at is not None or any(run.policy_failure for run in runs.values()) else 0
 
 
 def _combinations(changes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:

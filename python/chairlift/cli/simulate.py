@@ -93,7 +93,7 @@ def add_parser(commands: Any, summary: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulates a trace or sessions and reports latencies and throughput."""
+    """Simulates a trace or sessions and reports latencies and throughput. Returns 1 if the policy failed."""
     if args.sessions is not None:
         return _run_sessions(args)
     if args.trace is None:
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         model = on.model if isinstance(on, Profile) else engine.model
         title = f"Simulation: {model} on {args.modelled_device}" if model else f"Simulation: {args.modelled_device}"
         page({Path(args.trace).name: result}, title, [SIMULATED, note, *_changes(args)]).write(args.report)
-    return 0
+    return 1 if result.policy_failure else 0
 
 
 def _run_sessions(args: argparse.Namespace) -> int:
@@ -141,20 +141,20 @@ def _run_sessions(args: argparse.Namespace) -> int:
         routing=args.routing,
         **settings,
     )
-    note = basis(args.model, on, engine)
+    note, failure = basis(args.model, on, engine), result.result.policy_failure
     if args.json:
-        more = {"refused_for": dict(result.result.refused_for), "replays": result.replays()}
+        more = {"refused_for": dict(result.result.refused_for), "policy_failure": failure, "replays": result.replays()}
         more |= {"tenants": result.grouped("tenant"), "tiers": result.grouped("tier")}
         more |= {"without_session": figures(result.others)} if beside is not None else {}
         print(json.dumps(result.figures() | more | {"wall_s": result.wall, "basis": note}, indent=1))
-        return 0
+        return 1 if failure else 0
     speed = f"{result.span:,.0f} s simulated in {result.wall:.2f} s ({result.span / result.wall:,.0f} times real time)."
     notes = [*table.refusals(result.result.refused_for), speed, note]
     kinds = {"of sessions": figures(result.requests), "others": figures(result.others)} if beside is not None else {}
     grouped = [table.group(kinds, "requests"), *(table.group(result.grouped(by), by) for by in ("tenant", "tier"))]
     tables = [table.text(lines) for lines in (table.sessions(result.figures()), *grouped) if lines]
     print("\n\n".join([*tables, table.wrapped(notes)]))
-    return 0
+    return 1 if failure else 0
 
 
 def _run_models(args: argparse.Namespace) -> int:
@@ -171,7 +171,7 @@ def _run_models(args: argparse.Namespace) -> int:
     if args.report:
         title = f"Simulation: {len(models)} models on {args.modelled_device}"
         page(result.results, title, [SIMULATED, *notes, *_changes(args)]).write(args.report)
-    return 0
+    return 1 if any(one.policy_failure for one in result.results.values()) else 0
 
 
 def _notes(on: str | dict[str, str]) -> list[str]:

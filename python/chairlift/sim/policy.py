@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("chairlift")
 
+_last_failures: dict[str | None, str | None] = {}
 
 HELP = dict(_core.POLICIES)
 """What goes first under each policy that simulations know, by its name."""
@@ -98,9 +99,9 @@ def load(text: str) -> str:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        raise InvalidSetting(f"{file} cannot be imported: {_last_line(error)}") from None
+        raise InvalidSetting(f"{file} cannot be imported: {_last_line(error, path)}") from None
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         known = sorted(
@@ -109,15 +110,24 @@ def load(text: str) -> str:
         raise InvalidSetting(f"{file} has no policy {name!r}: it has {', '.join(known) or 'none'}")
     try:
         policy = found()
-    except Exception as error:
-        raise InvalidSetting(f"the policy {name} cannot be made: {_last_line(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise InvalidSetting(f"the policy {name} cannot be made: {_last_line(error, path)}") from None
     return use(policy)
 
 
 def report_failure(name: str | None) -> None:
-    """Logs what a policy of this name raised in the last simulation, if it did. Raises what is no error, such as KeyboardInterrupt."""
-    if (failure := failure_of(name)) is not None:
+    """Logs what a policy of this name raised in the last simulation, if it did, and keeps it for `last_failure`.
+
+    Raises what is no error, such as KeyboardInterrupt.
+    """
+    _last_failures[name] = failure = failure_of(name)
+    if failure is not None:
         log.warning("the policy %s failed, and the queue went on in the order of arrival: %s", name, failure)
+
+
+def last_failure(name: str | None) -> str | None:
+    """What the policy of this name raised in its last simulation in this process, with its line; None if nothing."""
+    return _last_failures.get(name)
 
 
 def failure_of(name: str | None, *, for_good: bool = False) -> str | None:
@@ -127,12 +137,15 @@ def failure_of(name: str | None, *, for_good: bool = False) -> str | None:
     """
     if name is None or name not in _core.added_policies() or (failure := _core.take_policy_failure(name, for_good)) is None:
         return None
-    if not isinstance(failure, Exception):
+    if not isinstance(failure, Exception | SystemExit):
         raise failure
     return _last_line(failure)
 
 
-def _last_line(error: BaseException) -> str:
+def _last_line(error: BaseException, file: Path | None = None) -> str:
+    """An error, and where it left `file`, which is that of the first call by default: what this calls may be in other files."""
     frames = traceback.extract_tb(error.__traceback__)
+    own = str(file) if file else frames[0].filename if frames else ""
+    frames = [frame for frame in frames if frame.filename == own]
     place = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from chairlift.errors import InvalidSetting
 from chairlift.sim import groups
 from chairlift.sim.groups import ABORT, DEADLINE, ERROR, GROUPS, LENGTH, STOP, percentiles
+from chairlift.sim.policy import last_failure
 
 if TYPE_CHECKING:
     from chairlift import _core
@@ -72,6 +73,8 @@ class Result:
         self.wall = wall
         """Seconds that the simulation took to run."""
         self.recorded = recorded
+        self.policy_failure = last_failure(config.get("scheduling_policy"))
+        """What the policy raised, if it is one in Python and failed: the order of arrival took its place."""
         self.state_names: tuple[str, ...] = tuple(first["states"])
         self.requests: NDArray[Any] = np.concatenate([ended(report) for report in reports])
         self.refused: list[int] = [tag for report in reports for tag, _ in report["refused"]]
@@ -241,6 +244,7 @@ class Result:
             "stats": self.stats,
             "timeline": {name: self.timeline[name].tolist() for name in _SAMPLE},
             "refused_for": dict(self.refused_for),
+            "policy_failure": self.policy_failure,
             **{f"{group}s": self.grouped(group) for group in GROUPS},
             "fairness": self.fairness(),
             "service": {"window_s": window, "tenants": {name: values.tolist() for name, values in service.items()}},
