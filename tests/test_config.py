@@ -117,3 +117,10 @@ def test_weights_that_are_none_are_shown_what_they_look_like(text):
     field = EngineConfig.__dataclass_fields__["tenant_weights"]
     with pytest.raises(ValueError, match="expected weights like alice=2,bob=1"):
         parse_value(field.metadata, field.type, text)
+
+
+def test_paths_of_a_server_have_their_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = ServerConfig(uds="~/s", admin_socket="~/a", ssl_certfile="~/c", ssl_keyfile="~/k", usage_log="~/u", data_dir="~/d")
+    paths = (config.uds, config.admin_socket, config.ssl_certfile, config.ssl_keyfile, config.usage_log, config.data_dir)
+    assert paths == tuple(f"/home/me/{letter}" for letter in "sackud")

@@ -15,6 +15,8 @@ def private_directory(flag: str, directory: str) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
+    except FileExistsError:
+        raise InvalidSetting(f"{flag} {directory}: this is a file, name a directory") from None
     except OSError as error:
         raise InvalidSetting(f"{flag} {directory}: {error.strerror or error}") from None
     return path

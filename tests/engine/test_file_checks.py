@@ -30,7 +30,7 @@ def bad_settings(tmp_path):
     return [
         ({"journal": str(file / "day")}, "--journal .*: cannot write there .Not a directory."),
         ({"journal": str(low)}, "--journal .*: cannot write there .Is a directory."),
-        ({"prefix_cache_dir": str(file)}, "--prefix-cache-dir .*: File exists"),
+        ({"prefix_cache_dir": str(file)}, "--prefix-cache-dir .*: this is a file, name a directory"),
         ({"prefix_cache_dir": str(file / "kv")}, "--prefix-cache-dir .*: Not a directory"),
         ({"prefix_cache_dir": str(open_to_all)}, "--prefix-cache-dir .*: the directory must belong to this user"),
         ({"energy_meter": f"powercap:{file}"}, "--energy-meter powercap: .*: Not a directory"),
