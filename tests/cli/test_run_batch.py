@@ -40,6 +40,12 @@ def test_a_faulty_input_is_named_before_a_model_is_loaded(run, tmp_path, text, f
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_an_input_may_begin_with_a_byte_order_mark_and_is_a_file(run, tmp_path, capsys):
+    assert run(f"\ufeff{LINE}", tmp_path / "out.jsonl") == (0, "", 1)
+    assert main.main(["run-batch", "-i", str(tmp_path), "-o", str(tmp_path / "out.jsonl")]) == 2
+    assert capsys.readouterr().err == f"chairlift: -i {tmp_path}: it is no regular file, and is read twice\n"
+
+
 def test_an_output_that_cannot_be_written_is_named_before_a_model_is_loaded(run, tmp_path):
     status, message, loads = run(LINE, tmp_path / "no" / "out.jsonl")
     assert (status, loads) == (2, 0)

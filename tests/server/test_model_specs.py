@@ -30,7 +30,7 @@ enable_prefix_caching = false
 
 def read(tmp_path, text, **server):
     file = tmp_path / "models.toml"
-    file.write_text(text)
+    file.write_text("\ufeff" + text)  # some editors begin a file so
     return read_models(str(file), EngineConfig(max_num_seqs=3), ServerConfig(**server))
 
 

@@ -79,7 +79,7 @@ def _check(source: Path, target: Path, max_line: int) -> None:
     from chairlift.server.batch.input import read_input
 
     if not source.is_file():
-        raise InvalidSetting(f"-i {source}: no such file")
+        raise InvalidSetting(f"-i {source}: {'it is no regular file, and is read twice' if source.exists() else 'no such file'}")
     _, errors = read_input(source, None, max_line)
     if errors:
         where = "" if errors[0]["line"] is None else f", line {errors[0]['line']}"

@@ -13,7 +13,7 @@ from chairlift.errors import InvalidSetting
 def read_text(flag: str, file: str) -> str:
     """Returns the text of a file. Raises InvalidSetting that begins with `flag`."""
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidSetting(f"{flag}: it cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,8 +82,9 @@ def _lines(stream: BinaryIO, max_line: int) -> Iterator[tuple[int, int, bytes]]:
     while text := stream.readline(max_line + 1):
         number += 1
         length = len(text)
-        if text.strip():
-            yield number, start, text
+        mark = len(BOM_UTF8) if number == 1 and text.startswith(BOM_UTF8) else 0  # some editors put it before the text
+        if text[mark:].strip():
+            yield number, start + mark, text[mark:]
         while not text.endswith(b"\n") and (text := stream.readline(1 << 20)):
             length += len(text)
         start += length

@@ -157,7 +157,8 @@ class BatchRunner:
             await cancel(current.running)
             await self._store_answers()
         await self._storage.batches.finish(batch, status, None if unanswered is None else json.dumps(unanswered))
-        logger.info("%s: %s, %d of %d requests answered", batch.id, status.value, batch.completed + batch.failed, batch.total)
+        counts = (batch.completed, batch.failed, batch.total)
+        logger.info("%s: %s, %d requests succeeded and %d failed, of %d", batch.id, status.value, *counts)
         self._wake.set()
 
     async def _start_requests(self) -> None:
