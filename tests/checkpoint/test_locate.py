@@ -330,7 +330,9 @@ def test_a_full_disk_is_named(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.
     gguf_of(tiny_model("qwen2"), path)
     hub.add("org/model", {"config.json": b"{}"})
     write = Path.write_text
-    monkeypatch.setattr(Path, "write_text", lambda path, *text, **how: (full if path.name == "tokenizer.json" else write)(path, *text, **how))
+    monkeypatch.setattr(
+        Path, "write_text", lambda path, *text, **how: (full if path.name == "tokenizer.json" else write)(path, *text, **how)
+    )
     monkeypatch.setattr("chairlift.checkpoint.download._append", full)
     for model, place in (str(path), models / "gguf"), ("org/model", models / "hub"):
         with pytest.raises(ChairliftError, match=f"not enough disk space to write to {place} .* name another directory with --cache-dir"):

@@ -370,7 +370,7 @@ def test_a_config_file_gives_settings_and_flags_and_variables_win(tmp_path, monk
         ("lora-modules: {a: /a}", {"lora_modules": {"a": "/a"}}),
         ("preload: [a, b]", {"preload": ("a", "b")}),
         ("speculative-config: {method: off, a: 3}", {"speculative_config": {"method": "off", "a": 3}}),
-        ("speculative-config: '{\"method\": \"ngram\"}'", {"speculative_config": {"method": "ngram"}}),
+        ('speculative-config: \'{"method": "ngram"}\'', {"speculative_config": {"method": "ngram"}}),
         ("data-parallel-size: 2", {"replicas": 2}),
         ("\ufeffport: 1", {"port": 1}),
         ("# all commented out", {}),

@@ -241,6 +241,18 @@ def test_the_page_of_the_laboratory_has_what_its_commands_write_and_print(tmp_pa
     assert "Continuous batching, Mine: Goes first: the least remaining work." in printed
 
 
+def test_a_new_policy_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch, capsys):
+    def full(path, *_, **__):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["policy", "new", "Mine"]) == 2
+    assert capsys.readouterr().err == "chairlift: mine.py: cannot be written (No space left on device)\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_a_policy_for_the_commands_that_simulate(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("from chairlift import Policy\n\n\nclass Mine(Policy):\n    pass\n")
     trace = tmp_path / "trace.csv"

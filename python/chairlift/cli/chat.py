@@ -105,6 +105,11 @@ def _read_line() -> str | None:
         return text_input(lambda: input("> " if sys.stdin.isatty() else "")).strip()
     except EOFError:
         return None
+    except InvalidRequest as error:
+        if not sys.stdin.isatty():
+            raise
+        print(f"chairlift: {error}", file=sys.stderr)
+        return ""
 
 
 class Conversation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import sys
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
     if module in sys.stdlib_module_names or PathFinder.find_spec(module) is not None:
         raise InvalidSetting(f"{module}.py would hide Python's module {module} from programs that run here: try another name")
     for path, text in files.items():
-        path.write_text(text.format(name=name, module=module), encoding="utf-8")
+        try:
+            path.write_text(text.format(name=name, module=module), encoding="utf-8")
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()  # of a full disk it is empty
+            raise InvalidSetting(f"{path}: cannot be written ({error.strerror})") from None
     print(f"{' and '.join(map(str, files))}: run the test with python -m pytest test_{module}.py")
     return 0

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     invalid = 0
     sums: dict[tuple[str, ...], dict[str, float]] = {}
     for file in sorted(args.directory.glob("*.jsonl")):
-        if not (args.since or "") <= file.stem <= (args.until or "9999"):
+        if not (args.since or "") <= file.stem <= (args.until or "9999") or file.is_dir():
             continue
         for record in _records(file):
             if record is None:

@@ -227,6 +227,9 @@ def test_numbers_are_never_cut(tmp_path, capsys, monkeypatch, columns):
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    (tmp_path / "x.jsonl").mkdir()
+    assert main(["usage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no records\n"
     assert main(["usage", str(tmp_path / "none")]) == 2
     assert "is not a directory: name the one that was given to --usage-log" in capsys.readouterr().err
     with pytest.raises(SystemExit):
