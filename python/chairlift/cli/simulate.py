@@ -143,7 +143,7 @@ def _run_sessions(args: argparse.Namespace) -> int:
     )
     note, failure = basis(args.model, on, engine), result.result.policy_failure
     if args.json:
-        more = {"refused_for": dict(result.result.refused_for), "policy_failure": failure, "replays": result.replays()}
+        more: dict[str, Any] = {"refused_for": dict(result.result.refused_for), "policy_failure": failure, "replays": result.replays()}
         more |= {"tenants": result.grouped("tenant"), "tiers": result.grouped("tier")}
         more |= {"without_session": figures(result.others)} if beside is not None else {}
         print(json.dumps(result.figures() | more | {"wall_s": result.wall, "basis": note}, indent=1))

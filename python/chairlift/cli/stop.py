@@ -14,7 +14,7 @@ _EXAMPLES = """\
 examples:
   chairlift stop chat            unload the model `chat` of the server at http://127.0.0.1:8000 when it is idle
 
-The next request loads it again. Models that the server preloads stay loaded. The server itself stops with Ctrl-C or SIGTERM.
+The next request loads it again. It is refused for models that the server preloads. The server itself stops with Ctrl-C or SIGTERM.
 """
 
 

@@ -146,6 +146,6 @@ def _last_line(error: BaseException, file: Path | None = None) -> str:
     """An error, and where it left `file`, which is that of the first call by default: what this calls may be in other files."""
     frames = traceback.extract_tb(error.__traceback__)
     own = str(file) if file else frames[0].filename if frames else ""
-    frames = [frame for frame in frames if frame.filename == own]
-    place = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
+    lines = [frame.lineno for frame in frames if frame.filename == own]
+    place = f" (line {lines[-1]} of {Path(own).name})" if lines else ""
     return f"{type(error).__name__}: {error}{place}"
