@@ -73,6 +73,8 @@ def merge(model: torch.nn.Module, tensors: dict[str, np.ndarray], scale: float) 
         ("granite", ("gate_proj", "down_proj"), False),
         ("qwen3-moe", ("q_proj", "o_proj"), False),
         ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), False),
+        ("phi4-mini", ("qkv_proj", "o_proj"), False),
+        ("glm4-moe", ("q_proj", "k_proj", "v_proj"), False),
     ],
 )
 @torch.inference_mode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,14 @@ class Pass:
     query_scale: torch.Tensor | None
 
 
+class Place(NamedTuple):
+    """The layer that a projection is merged into, its columns of that layer's output, and their order if it is not the checkpoint's."""
+
+    linear: Linear
+    columns: slice
+    order: torch.Tensor | None
+
+
 class LayerWeights:
     """Reads the weights of one layer."""
 
@@ -49,8 +58,8 @@ class LayerWeights:
         self.config, self.index, self.source, self.dtype, self.group = config, index, source, dtype, group
         self.prefix = f"model.layers.{index}."
         self.quantization, self._rounds = quantization, rounds_activations
-        self.projections: dict[str, tuple[Linear, slice]] = {}
-        """Each projection by its name in a checkpoint: the merged layer, and its columns of that layer's output."""
+        self.projections: dict[str, Place] = {}
+        """The place of each projection, by its name in a checkpoint."""
 
     def norm(self, name: str, size: int | None = None) -> torch.Tensor:
         """The weight of a norm; `size` is the hidden size by default."""
@@ -76,7 +85,8 @@ class LayerWeights:
         linear = Linear(weight, torch.cat(biases) if biases else None, rounds_activations=rounds)
         start = 0
         for name, size in outs.items():
-            self.projections[name.partition(".")[2]] = linear, slice(start, start + size)
+            columns = slice(start, start + size)
+            self.projections[name.partition(".")[2]] = Place(linear, columns, None if order is None else order[columns] - start)
             start += size
         return linear
 
@@ -133,7 +143,7 @@ class Attention(Block):
         self._heads = config.num_heads + 2 * config.num_kv_heads
         self.norm = weights.norm(config.family.norms.attention)
         projected = (queries * (2 if self._gated else 1), kv, kv)
-        self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config, self.norm.device))
+        self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config))
         self.rounds = self.qkv.rounds_activations
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
         # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
@@ -214,7 +224,7 @@ def _spread_head(config: ModelConfig) -> list[int]:
     return spread(config.head_dim, config.rope.dim) if partial else list(range(config.head_dim))
 
 
-def _order(config: ModelConfig, device: torch.device) -> torch.Tensor | None:
+def _order(config: ModelConfig) -> torch.Tensor | None:
     """The order of the rows of queries, keys, values and gates; None: as they are.
 
     In the checkpoint the rows of the query and of the gate of one head follow each other. Queries and keys have equal orders, which change
@@ -228,7 +238,7 @@ def _order(config: ModelConfig, device: torch.device) -> torch.Tensor | None:
     starts = [*range(0, queries, pitch), *range(queries, queries + keys, dim)]
     gates = [at for start in range(dim, queries, pitch) for at in range(start, start + dim)] if config.family.gated_attention else []
     rows = [*(start + at for start in starts for at in head), *range(queries + keys, queries + 2 * keys), *gates]
-    return torch.tensor(rows, device=device)
+    return torch.tensor(rows)
 
 
 def _normalise_whole(qkv: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], kv_heads: int, eps: float) -> None:

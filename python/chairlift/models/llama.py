@@ -15,7 +15,7 @@ from chairlift.layers.linear import Activations, Linear
 from chairlift.layers.norm import add_rms_norm, rms_norm
 from chairlift.layers.rope import rotations
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
-from chairlift.models.blocks import Attention, Block, LayerWeights, Mlp, Pass, norm_weight
+from chairlift.models.blocks import Attention, Block, LayerWeights, Mlp, Pass, Place, norm_weight
 from chairlift.models.config import ModelConfig
 from chairlift.models.forward_batch import ForwardBatch, LayerCache, WeightSource
 from chairlift.models.latent_attention import LatentAttention
@@ -30,8 +30,8 @@ class Layer:
 
     mixer: Attention | LatentAttention | Recurrent | None
     feed: Mlp | Mixture | None
-    projections: dict[str, tuple[Linear, slice]]
-    """Each projection by its name in a checkpoint: the merged layer, and its columns of that layer's output."""
+    projections: dict[str, Place]
+    """The place of each projection, by its name in a checkpoint."""
 
     @property
     def blocks(self) -> list[Block]:

@@ -12,6 +12,7 @@ from chairlift.checkpoint.safetensors_file import Array
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.linear import Linear
 from chairlift.layers.lora import Adapter, AdapterRows, LowRankUpdate
+from chairlift.models.blocks import Place
 from chairlift.models.config import ModelConfig
 from chairlift.models.llama import Llama
 from chairlift.runner.adapters import updates_for
@@ -35,8 +36,8 @@ class TorchAdapters(AdapterStore):
             raise UnsupportedModel(f"{self._model.architecture} has recurrent layers: in torch it takes no adapters. Use --device cpu")
         adapter: dict[Linear, list[LowRankUpdate]] = {}
         for (layer, module), update in updates_for(files, self._model).items():
-            linear, columns = self._network.layers[layer].projections[module]
-            adapter.setdefault(linear, []).append(_update(update, columns))
+            place = self._network.layers[layer].projections[module]
+            adapter.setdefault(place.linear, []).append(_update(update, place))
         return adapter
 
     def add(self, packed: Any) -> int:
@@ -73,9 +74,10 @@ class TorchAdapters(AdapterStore):
         )
 
 
-def _update(update: LowRank, columns: slice) -> LowRankUpdate:
+def _update(update: LowRank, place: Place) -> LowRankUpdate:
     a = _matrix(update.a, update.kind, update.rank, update.inputs)
-    return LowRankUpdate(columns, a, _matrix(update.b, update.kind, update.outputs, update.rank) * update.scale)
+    b = _matrix(update.b, update.kind, update.outputs, update.rank) * update.scale
+    return LowRankUpdate(place.columns, a, b if place.order is None else b[place.order])
 
 
 def _matrix(data: Array, kind: str, rows: int, columns: int) -> torch.Tensor:
