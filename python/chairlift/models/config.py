@@ -138,13 +138,15 @@ class ModelConfig(ModelShape):
     def matrices_of(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of a layer's matrices: merged query, key and value; attention output; merged gate and up; down.
 
-        The first two of a recurrent layer are its projections, and the first ones of attention to latents are its own. Experts are not
-        among them, nor matrices of parts that a layer lacks.
+        The first two of a recurrent layer are its projections, and the first ones of attention to latents are its own. A layer with experts
+        has the MLP of its shared one. Experts that tokens choose are not among them, nor matrices of parts that a layer lacks.
         """
         heads, size = self.heads_of(layer)
         queries, kv = self.num_heads * size, heads * size if self.source_of(layer) == layer else 0
         hidden, inner = self.hidden_size, self.inner_of(layer)
-        mlp = ((inner * (2 if self.gated else 1), hidden), (hidden, inner)) if self.feeds[layer] else ()
+        if self.experts and self.experts.layers[layer]:
+            inner = self.experts.shared_inner
+        mlp = ((inner * (2 if self.gated else 1), hidden), (hidden, inner)) if self.feeds[layer] and inner else ()
         if self.latent:
             return (*self.latent.matrices(hidden), *mlp)
         if self.attention[layer]:
@@ -182,9 +184,10 @@ class ModelConfig(ModelShape):
         matrices = sum(outs * ins for outs, ins in self.matrices)
         if self.variants:
             matrices += self.num_layers * self.variants.input_size * (self.vocab_size + 3 * self.hidden_size)
+        if self.latent:
+            matrices += self.num_layers * self.latent.expanding
         if self.experts:
-            mlp = (3 if self.gated else 2) * self.intermediate_size * self.hidden_size
-            matrices += sum(self.experts.layers) * (self.experts.weights(self.hidden_size) - mlp)
+            matrices += self.expert_weights + sum(self.experts.layers) * self.experts.count * self.hidden_size
         return matrices + 2 * self.num_layers * self.hidden_size + self.hidden_size * (tables * self.vocab_size + 1)
 
     @property

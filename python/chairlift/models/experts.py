@@ -53,19 +53,11 @@ class Experts:
 
     def routed_weights(self, hidden: int) -> int:
         """The number of parameters of a layer's experts that tokens choose from."""
-        return self._matrices * self.count * self.inner * hidden
-
-    def weights(self, hidden: int) -> int:
-        """The number of parameters of a layer's experts and router."""
-        return self.routed_weights(hidden) + hidden * (self._matrices * self.shared_inner + self.count)
+        return (3 if self.names.gate else 2) * self.count * self.inner * hidden
 
     def widest(self, hidden: int) -> int:
         """The numbers of a token's widest activation in a layer: its experts' inner layers or their outputs, or the shared inner layer."""
         return max(self.used * max(self.inner, hidden), self.shared_inner)
-
-    @property
-    def _matrices(self) -> int:
-        return 3 if self.names.gate else 2
 
     def are_transposed(self, has: Callable[..., bool], prefix: str, hidden: int) -> bool:
         """Whether the checkpoint has transposed matrices of all experts, or their blocks of MXFP4.

@@ -51,9 +51,14 @@ class Latent:
         """The outputs of the projections of the hidden state."""
         return (self.query_rank or self.queries) + self.cached
 
+    @property
+    def expanding(self) -> int:
+        """The numbers of the matrices that make keys and values of a latent. torch keeps them in 16 bits."""
+        return self.heads * (self.plain + self.value) * self.rank
+
     def matrices(self, hidden: int) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of a layer's matrices: the projections, the output, those of keys and values, and that of queries."""
-        matrices = (self.projected, hidden), (hidden, self.heads * self.value), (self.heads * (self.plain + self.value), self.rank)
+        """Outputs and inputs of a layer's other matrices: the projections, the output, and that of queries."""
+        matrices = (self.projected, hidden), (hidden, self.heads * self.value)
         return (*matrices, (self.queries, self.query_rank)) if self.query_rank else matrices
 
 

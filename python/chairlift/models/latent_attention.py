@@ -32,15 +32,13 @@ class LatentAttention(Block):
         rows = list(range(down)) if latent.query_rank else heads
         rows += [down + at for at in _halves(latent.rank, latent)]
         names = f"self_attn.{made}", "self_attn.kv_a_proj_with_mqa"
-        device = self.norm.device
-        self.down = weights.merged(names, (down, latent.cached), config.hidden_size, order=torch.tensor(rows, device=device))
+        self.down = weights.merged(names, (down, latent.cached), config.hidden_size, order=torch.tensor(rows))
         self.rounds = self.down.rounds_activations
         self._query_up = self._query_norm = None
         if latent.query_rank:
             self._query_norm = weights.norm("self_attn.q_a_layernorm", latent.query_rank)
-            self._query_up = weights.merged(
-                ("self_attn.q_b_proj",), (latent.queries,), latent.query_rank, order=torch.tensor(heads, device=device)
-            )
+            order = torch.tensor(heads)
+            self._query_up = weights.merged(("self_attn.q_b_proj",), (latent.queries,), latent.query_rank, order=order)
         self._latent_norm = weights.norm("self_attn.kv_a_layernorm", latent.rank)
         self._key_up, self._value_up = _keys_and_values(weights, latent)
         self.output = weights.merged((config.family.projections.output,), (config.hidden_size,), latent.heads * latent.value)

@@ -9,6 +9,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.quantization import QuantizationScheme
 from chairlift.models.shape import ModelShape
 from chairlift.runner.memory.precision import ROOM, Bf16Products, Precision, decide, torch_weight_bytes, weight_bytes
+from chairlift.runner.tensor_parallel.split import part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,11 +283,13 @@ def test_a_checkpoint_made_for_activations_in_fp8_gets_them_where_they_are_multi
         return decide(EngineConfig(**{"device": "cuda"} | settings), model, 10**12, in_torch=True, capability=capability).rounds_activations
 
     assert rounds(model)
-    assert rounds(model, tensor_parallel_size=2)
+    # A part has 3600 inner columns.
+    assert rounds(part_of(replace(model, intermediate_size=14400), 4), tensor_parallel_size=4)
     assert not rounds(model, (8, 6))
     assert not rounds(model, dtype="float16")
     assert not rounds(model, device="cpu")
-    assert not rounds(replace(model, intermediate_size=14352), tensor_parallel_size=2)
+    assert rounds(replace(model, intermediate_size=14352))
+    assert not rounds(part_of(replace(model, intermediate_size=14352), 2), tensor_parallel_size=2)
     assert not rounds(replace(model, scheme=replace(scheme, per_token=False)))
 
 
@@ -333,6 +336,14 @@ def test_quantised_experts_are_counted_as_a_device_keeps_them():
     )
     numbers = 2 * 8 * 3 * 64 * 32
     assert torch_weight_bytes(oss, "bfloat16") - torch_weight_bytes(oss, "bfloat16", packs_experts=True) == 2 * numbers - numbers * 17 // 32
+
+
+def test_layers_with_experts_have_no_other_mlp():
+    model = ModelConfig.parse(MIXTURE)
+    wide = replace(model, intermediate_size=14340)
+    for form in ("bfloat16", "int8"):
+        assert torch_weight_bytes(wide, form, packs_experts=True) == torch_weight_bytes(model, form, packs_experts=True)
+    assert decide(EngineConfig(device="cuda", quantization="fp8"), wide, 10**12, in_torch=True, capability=(8, 9)).quantization == "fp8"
 
 
 def test_experts_are_rounded_on_a_device_alone():

@@ -76,9 +76,10 @@ def decide(
 ) -> Precision:
     """Chooses the dtypes that the settings leave open, for `available` bytes of free memory. The settings' device is cpu or cuda.
 
-    `blocks` are the bytes of a GGUF file's blocks and of its tensors that become fp32; 0 for other checkpoints. `in_torch` is whether
-    torch computes the model on a CPU. `capability` is the CUDA device's compute capability. `bf16` is the unit that multiplies bfloat16
-    in the CPU kernels' instruction set, and `byte_products` whether it multiplies the codes of blocks as bytes.
+    In several processes `model` is the part of one. `blocks` are the bytes of a GGUF file's blocks and of its tensors that become fp32; 0
+    for other checkpoints. `in_torch` is whether torch computes the model on a CPU. `capability` is the CUDA device's compute capability.
+    `bf16` is the unit that multiplies bfloat16 in the CPU kernels' instruction set, and `byte_products` whether it multiplies the codes of
+    blocks as bytes.
 
     Raises InvalidSetting if the device does not support a setting or the weights do not fit.
     """
@@ -256,8 +257,7 @@ def _per_token(config: EngineConfig, model: ModelShape, compute: str, capability
     """Whether products of a checkpoint that was made for activations in fp8 are computed so."""
     if not isinstance(model, ModelConfig) or model.scheme is None or not model.scheme.per_token:
         return False
-    # Each process's part must be aligned.
-    aligned = all(size % (FP8_ALIGNMENT * config.tensor_parallel_size) == 0 for sizes in model.matrices for size in sizes)
+    aligned = all(size % FP8_ALIGNMENT == 0 for sizes in model.matrices for size in sizes)
     return aligned and compute == "bfloat16" and config.device == "cuda" and capability >= FP8_CAPABILITY
 
 
