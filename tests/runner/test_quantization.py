@@ -16,7 +16,7 @@ from tiny_models import write
 
 from chairlift.config import EngineConfig
 from chairlift.errors import UnsupportedModel
-from chairlift.layers.linear import quantise
+from chairlift.layers.linear import Quantised, Weight, dequantise, quantise
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import ModelConfig
 from chairlift.runner.build import build_runner
@@ -126,6 +126,39 @@ def test_weights_take_as_many_bytes_as_is_told(name, form, tmp_path):
     rows, columns = 2 * model.intermediate_size, model.hidden_size
     each = {"float32": 4 * columns, "bfloat16": 2 * columns}.get(form, columns + 4)
     assert kept(loaded.network.layers[0].feed.gate_up) == rows * each
+
+
+def loaded(directory: Path, quantization: str) -> torch.nn.Module:
+    """The network of a model with random weights in bfloat16, or rounded."""
+    config, precision = EngineConfig(device="cpu", load_format="dummy"), Precision("bfloat16", quantization, "bfloat16", "bfloat16")
+    return TorchExecutor.load(config, directory, ModelConfig.load(directory), precision).network
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-moe", "deepseek-v3"])
+def test_rounding_saves_as_many_bytes_as_is_told(name, tmp_path):
+    write(name, tmp_path)
+    model = ModelConfig.load(tmp_path)
+    whole, packed = (torch_weight_bytes(model, form, packs_experts=True) for form in ("bfloat16", "int8"))
+    assert kept(loaded(tmp_path, "none")) - kept(loaded(tmp_path, "int8")) == whole - packed
+
+
+def test_a_recurrent_layer_may_be_quantised_in_part(tmp_path, monkeypatch):
+    write("qwen3.5", tmp_path)
+    read = TorchWeights.matrix
+
+    def with_parts(change: Callable[[Quantised], Weight]) -> tuple[torch.Tensor, TorchExecutor]:
+        def matrix(self: TorchWeights, layer: str, outs: int, ins: int) -> Weight:
+            found = read(self, layer, outs, ins)
+            return change(quantise(found, "int8")) if layer.endswith(("in_proj_qkv", "in_proj_z")) else found
+
+        monkeypatch.setattr(TorchWeights, "matrix", matrix)
+        return logits(tmp_path, TorchExecutor.load)
+
+    (whole, plain), (found, packed) = with_parts(lambda weight: dequantise(weight, torch.float32)), with_parts(lambda weight: weight)
+    assert (found - whole).abs().max() <= 1e-5 * whole.abs().max()
+    shape = ModelConfig.load(tmp_path).recurrence
+    rows = sum(shape.layers) * (shape.channels + shape.width)
+    assert kept(plain.network) - kept(packed.network) == rows * 3 * shape.hidden - rows * 4
 
 
 def test_a_process_rounds_the_part_that_it_has(tmp_path):

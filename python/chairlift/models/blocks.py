@@ -13,7 +13,7 @@ from chairlift.architectures import Projections
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.activation import activate
 from chairlift.layers.attention import Scales, paged_attention
-from chairlift.layers.linear import Activations, Linear, quantise, stack, take_rows
+from chairlift.layers.linear import Activations, Linear, Weight, quantise, stack, take_rows
 from chairlift.layers.lora import adapted
 from chairlift.layers.norm import rms_norm
 from chairlift.layers.rope import rope_write, spread
@@ -65,6 +65,12 @@ class LayerWeights:
         """The weight of a norm; `size` is the hidden size by default."""
         return norm_weight(self.config, self.source, f"{self.prefix}{name}.weight", size)
 
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        """A Linear of a matrix, which is rounded if that was asked for and the checkpoint has not quantised it."""
+        if self.quantization and isinstance(weight, torch.Tensor):
+            weight = quantise(weight, self.quantization)
+        return Linear(weight, bias, rounds_activations=self._rounds or self.quantization == "fp8")
+
     def merged(self, names: Sequence[str], sizes: Sequence[int], ins: int, bias: bool = False, order: torch.Tensor | None = None) -> Linear:
         """One Linear for several projections of the same input, which the checkpoint may have fused. `order` is that of its rows.
 
@@ -79,10 +85,7 @@ class LayerWeights:
         if order is not None:
             weight = take_rows(weight, order)
             biases = [torch.cat(biases)[order]] if biases else []
-        if self.quantization and isinstance(weight, torch.Tensor):
-            weight = quantise(weight, self.quantization)
-        rounds = self._rounds or self.quantization == "fp8"
-        linear = Linear(weight, torch.cat(biases) if biases else None, rounds_activations=rounds)
+        linear = self.linear(weight, torch.cat(biases) if biases else None)
         start = 0
         for name, size in outs.items():
             columns = slice(start, start + size)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import torch
 
 from chairlift.architectures import RecurrentKind
 from chairlift.errors import UnsupportedModel
-from chairlift.layers.linear import Activations, Linear, Weight, multiplied_out, stack, take_rows
+from chairlift.layers.linear import Activations, Linear, Weight, stack, take_rows
 from chairlift.layers.recurrent import Convolution, Heads, Offsets
 from chairlift.models.blocks import Block, LayerWeights, Pass
 from chairlift.models.recurrence import RecurrentLayers
@@ -25,13 +26,11 @@ class Recurrent(Block):
         self.norm = weights.norm(config.family.norms.attention)
         kind, source = layers.names.kind, weights.source
         if kind is RecurrentKind.DELTA:
-            self._projection = Linear(_delta_projection(weights, layers, self.norm.device))
+            self._projections = _delta_projections(weights, layers, self.norm.device)
         else:
-            own = layers.names.prefix
-            self._projection = weights.merged(
-                [own + name for name in layers.names.projections], (layers.projected,), layers.hidden, layers.bias
-            )
-        self.rounds = self._projection.rounds_activations
+            names = [layers.names.prefix + name for name in layers.names.projections]
+            self._projections = [weights.merged(names, (layers.projected,), layers.hidden, layers.bias)]
+        self.rounds = all(projection.rounds_activations for projection in self._projections)
         taps = source.floats(f"{prefix}{layers.names.convolution}.weight", layers.channels, 1, layers.taps)
         self._convolution = Convolution(
             taps=taps.view(layers.channels, layers.taps).t().contiguous(),
@@ -47,7 +46,8 @@ class Recurrent(Block):
         step = given.batch.states
         assert step is not None
         columns, matrices = step.layers[self._state_index]
-        projected = self._projection(x)
+        parts = [projection(x) for projection in self._projections]
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         mixed = self._convolution(projected, step, columns)
         if self._heads is not None:
             mixed = self._heads(mixed, projected, step, matrices)
@@ -90,10 +90,11 @@ def _offsets(layers: RecurrentLayers, space: bool) -> Offsets:
     return Offsets(queries=0, keys=keys, values=2 * keys, gates=2 * keys + width, betas=betas, steps=betas + layers.count)
 
 
-def _delta_projection(weights: LayerWeights, layers: RecurrentLayers, device: torch.device) -> Weight:
-    """The projection of a layer with the delta rule, whose rows are queries, keys, values, gates, betas and steps.
+def _delta_projections(weights: LayerWeights, layers: RecurrentLayers, device: torch.device) -> list[Linear]:
+    """The projections of a layer with the delta rule, whose outputs are queries, keys, values, gates, betas and steps.
 
-    Checkpoints have them in two matrices with the rows of one key after another, or in four.
+    Checkpoints have them in two matrices with the rows of one key after another, or in four. They are one here, unless the checkpoint has
+    quantised only some of them.
     """
     source, prefix = weights.source, weights.prefix + layers.names.prefix
     keys, values, hidden, groups = layers.groups * layers.key_size, layers.width, layers.hidden, layers.groups
@@ -115,7 +116,6 @@ def _delta_projection(weights: LayerWeights, layers: RecurrentLayers, device: to
         matrices.append(by_kind("in_proj_ba", [layers.count // groups] * 2))
     else:
         matrices += [source.matrix(prefix + name, layers.count, hidden) for name in ("in_proj_b", "in_proj_a")]
-    try:
-        return stack(matrices)
-    except ValueError:  # some are quantised and others are not
-        return torch.cat([multiplied_out(matrix, weights.dtype) for matrix in matrices])
+    with suppress(ValueError):
+        matrices = [stack(matrices)]
+    return [weights.linear(matrix) for matrix in matrices]
