@@ -71,6 +71,12 @@ def test_what_cannot_be_cut_is_refused(family: str, size: int, says: str, tmp_pa
         part_of(load_shape(tmp_path), size)
 
 
+def test_an_mlp_without_a_gate_can_be_cut(tmp_path: Path) -> None:
+    tiny_models.write("arcee", tmp_path)
+    whole = load_shape(tmp_path)
+    assert part_of(whole, 2).intermediate_size == whole.intermediate_size // 2
+
+
 def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
     [worker] = llm.engine.runner.model.workers

@@ -24,7 +24,9 @@ def part_of(model: ModelShape, size: int) -> ModelConfig:
     for name, words in split.items():
         if getattr(model, name) % size:
             raise InvalidSetting(f"{flag}: the model has {getattr(model, name)} {words}, which cannot be split into {size} equal parts")
-    if fused := [names[0] for names in (model.family.projections.qkv, model.family.projections.gate_up) if len(names) == 1]:
+    projections = model.family.projections
+    merged = (projections.qkv, projections.gate_up) if model.gated else (projections.qkv,)
+    if fused := [names[0] for names in merged if len(names) == 1]:
         raise InvalidSetting(f"{flag}: the fused projections of {model.architecture}, {fused[0]}, cannot be split")
     part = replace(model, **{name: getattr(model, name) // size for name in split})
     group = model.scheme.group or 2 if model.scheme else 1
