@@ -11,8 +11,9 @@ import torch
 import triton.language as tl
 from torch.nn import functional
 
+from chairlift.kernels import LARGEST
 from chairlift.kernels.cached_launch import jit
-from chairlift.kernels.quantise_rows import LARGEST, rounded_rows, store_rounded, whole_row
+from chairlift.kernels.quantise_rows import rounded_rows, store_rounded, whole_row
 
 BLOCK = 1024
 """Columns per program: 8 per lane of its 4 warps, which are 16 bytes in half precision."""

@@ -9,10 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from chairlift.kernels import LARGEST
 from chairlift.kernels.cached_launch import jit
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-"""The largest number of float8_e4m3fn."""
 
 MAX_WARPS = 16
 

@@ -10,8 +10,9 @@ from typing import overload
 import torch
 import triton.language as tl
 
+from chairlift.kernels import LARGEST
 from chairlift.kernels.cached_launch import jit
-from chairlift.kernels.quantise_rows import LARGEST, rounded_rows, store_rounded, whole_row
+from chairlift.kernels.quantise_rows import rounded_rows, store_rounded, whole_row
 
 
 @jit()

@@ -44,10 +44,3 @@ def sort_experts(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     ends = torch.empty(count, dtype=torch.int32, device=experts.device)
     _sort_experts_kernel[(count,)](order, ends, experts, experts.numel(), BLOCK=BLOCK, num_warps=4)
     return order, ends
-
-
-def sort_experts_reference(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch."""
-    ordered, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(count, device=experts.device), right=True)
-    return order.int(), ends.int()

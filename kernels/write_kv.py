@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
-"""The largest number of float8_e4m3fn."""
+from chairlift.kernels import LARGEST
+
+_LARGEST = tl.constexpr(LARGEST)
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def store_heads(
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         if scale_ptr is not None:
             x = x / tl.load(scale_ptr + head, mask=head < heads, other=1.0)
-        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     # Offsets in the cache exceed 32 bits.
     start = (slot // block_size).to(tl.int64) * block_stride + (slot % block_size) * offset_stride
     if slot >= 0:

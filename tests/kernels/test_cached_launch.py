@@ -6,8 +6,7 @@ triton = pytest.importorskip("triton", reason="Triton is not made for this platf
 from fake_driver import record_launches  # noqa: E402
 from offline import compiled  # noqa: E402, F401 (skips where kernels cannot be compiled)
 
-from chairlift.kernels import act_mul, quantised_linear, rms_norm  # noqa: E402
-from chairlift.kernels.quantise_rows import LARGEST  # noqa: E402
+from chairlift.kernels import LARGEST, act_mul, quantised_linear, rms_norm  # noqa: E402
 from chairlift.layers.linear import MIN_ABSMAX  # noqa: E402
 
 pytestmark = pytest.mark.slow
