@@ -73,7 +73,8 @@ def _expert_linear_kernel(
         zero_ptr += expert.to(tl.int64) * outs * groups
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, ins, BLOCK_K):
-        if MXFP4 or zero_ptr is not None:
+        # A product takes at least 16 columns at once.
+        if MXFP4 or (zero_ptr is not None and BLOCK_K >= 32):
             even, odd = load_pairs(inputs, known_m, start, ins, BLOCK_K)
             if MXFP4:
                 low, high = load_mxfp4(numbers_ptr, scale_ptr, offs_n, start, outs, pitch, groups, BLOCK_K, even.dtype)
@@ -92,7 +93,7 @@ def _expert_linear_kernel(
                 acc = tl.dot(weight, x, acc)
             else:
                 group = start // GROUP if GROUP else 0
-                weight = load_weight(numbers_ptr, None, offs_n, start, group, outs, pitch, groups, BLOCK_K, x.dtype)
+                weight = load_weight(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K, x.dtype)
                 if GROUP:
                     product = tl.dot(weight, x)
                     acc += product * tl.load(scale_ptr + offs_n * groups + group, mask=known_n, other=0.0).to(tl.float32)[:, None]

@@ -50,7 +50,8 @@ def _quantised_linear_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(first, tl.minimum(first + tiles * BLOCK_K, ins), BLOCK_K):
         group = start // GROUP if GROUP else 0
-        if zero_ptr is not None and x_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # A product takes at least 16 columns at once.
+        if zero_ptr is not None and BLOCK_K >= 32 and x_ptr.dtype.element_ty.primitive_bitwidth == 16:
             even, odd = load_pairs(x_ptr + offs_m[None, :] * ins, offs_m < rows, start, ins, BLOCK_K)
             low, high = load_halves(numbers_ptr, zero_ptr, offs_n, start, group, outs, pitch, groups, BLOCK_K, even.dtype)
             product = tl.dot(high, odd, tl.dot(low, even))

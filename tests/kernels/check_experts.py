@@ -28,7 +28,7 @@ def draw(kind: str, experts: int, outs: int, ins: int) -> torch.Tensor | Quantis
     if kind == "mxfp4":
         exponents = torch.randint(117, 127, (experts, outs, ins // 32), generator=random, dtype=torch.uint8)
         return Quantised(numbers[..., : ins // 2].contiguous(), exponents, None, 32)
-    group = {"fp8 in blocks": 128, "int4": 32, "int4 by row": 0}[kind]
+    group = {"fp8 in blocks": 128, "int4": 32, "int4 by row": 0, "int4 of 16": 16}[kind]
     scale = sizes * (0.5 + torch.rand(experts, outs, -(-ins // group) if group else 1, generator=random))
     if kind == "fp8 in blocks":
         numbers[numbers & 0x7F == 0x7F] = 0  # NaN
@@ -47,8 +47,10 @@ def test_choices_are_sorted_by_expert_and_then_by_token(tokens, experts, used):
     assert torch.equal(ends, expected.ends)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tokens", "experts", "used", "outs", "ins"), SIZES)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "used", "outs", "ins", "kind"),
+    [*((*sizes, kind) for sizes in SIZES for kind in KINDS), (7, 3, 1, 40, 64, "int4 of 16")],
+)
 def test_products_are_those_of_the_experts_one_by_one(tokens, experts, used, outs, ins, kind):
     random = torch.Generator().manual_seed(1)
     choices = torch.rand(tokens, experts, generator=random).topk(used).indices

@@ -9,6 +9,7 @@ from offline import SHARED_MEMORY, Compiled, compiled, most_spilled
 from triton import next_power_of_2
 
 from chairlift.kernels import (
+    LARGEST,
     act_mul,
     copy_blocks,
     dequantise,
@@ -38,7 +39,7 @@ def assert_wide(made: Compiled) -> None:
     assert set(made.loads) == set(made.stores) == {16}
 
 
-WHOLE = {"least": None, "largest": quantise_rows.LARGEST}
+WHOLE = {"least": None, "largest": LARGEST}
 ROUNDING = WHOLE | {"least": 1e-12}
 """Constants of kernels that can round what they write, and do not or do."""
 UNCLAMPED = {"slope": 1.0, "limit": None}
@@ -259,6 +260,28 @@ def test_expert_linear(capability, mean, kind):
     assert made.wgmma or made.mma or "tcgen05.mma" in made.ptx
     assert not re.search(r"cvt\.rn\.\w*f\d+\.[su]", made.ptx)
     assert "cp.async.cg" in made.ptx
+
+
+@pytest.mark.parametrize("group", [16, 32, 64] if FULL else [16])
+@pytest.mark.parametrize("capability", DEVICES)
+def test_small_groups_of_4_bits(capability, group):
+    limits = DeviceLimits(divmod(capability, 10), SHARED_MEMORY[capability], 132)
+    size = weight_tile.block_k(group)
+    tiling = quantised_linear.tiling(1, 4096, 4096, size, limits)
+    settings, _ = expert_linear.expert_settings(0, 128, True, True, limits)
+    shared = {"out_ptr": "*bf16:16", "x_ptr": "*bf16:16", "bias_ptr": None, **weight_arguments("int4"), "GROUP": group, "BLOCK_K": size}
+    alone = {"rows": "i32", "parts_ptr": "*fp32:16", "arrived_ptr": "*i32:16", "tiles": "i32"}
+    mixed = {"order_ptr": "*i32:16", "ends_ptr": "*i32:16", "used": "i32", "experts": "i32:16"}
+    mixed |= {"SPREAD": True, "MXFP4": False, "EXPERTS": 128}
+    for kernel, arguments, chosen in (
+        (quantised_linear._quantised_linear_kernel, shared | alone | {"BLOCK_N": quantised_linear.BLOCK_N}, tiling),
+        (expert_linear._expert_linear_kernel, shared | mixed | {"BLOCK_N": settings.BLOCK_N}, settings),
+    ):
+        launch = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+        made = compiled(kernel, arguments | {"BLOCK_M": chosen.BLOCK_M}, capability=capability, **launch)
+        assert made.spilled == 0
+        assert made.shared_memory <= SHARED_MEMORY[capability]
+        assert made.wgmma or made.mma or "tcgen05.mma" in made.ptx
 
 
 def test_sort_experts():
