@@ -57,6 +57,16 @@ def test_fp8_rounds_activations_row_by_row_too(dtype, rounding, biased):
     assert ((expected - (bias.double() if biased else 0) - whole).norm(dim=1) <= 0.2 * whole.norm(dim=1)).all()
 
 
+def test_a_gpu_multiplies_activations_of_32_bits_by_a_weight_that_is_multiplied_out(monkeypatch):
+    kernel = pytest.importorskip("chairlift.kernels.dequantise", reason="Triton is not made for this platform")
+    x, weight, bias = matrices(torch.float32)
+    linear = Linear(quantise(weight, "int8"), bias)
+    expected = linear(x)
+    monkeypatch.setattr(kernel, "dequantise", lambda *given: dequantise(Quantised(*given[:4]), given[5]))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert torch.equal(linear(x), expected)
+
+
 def test_a_row_of_activations_is_rounded_alike_whoever_is_beside_it():
     x, weight, _ = matrices(torch.float32)
     linear = Linear(quantise(weight, "fp8"), rounds_activations=True)

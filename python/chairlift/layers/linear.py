@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-QUANTIZATIONS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max)}
+from chairlift.kernels import LARGEST
+
+QUANTIZATIONS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, LARGEST)}
 """torch's dtype of each quantization, and its largest number."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The positive numbers of MXFP4, after the OCP Microscaling Formats specification (2023)."""
@@ -181,7 +183,8 @@ class Linear:
         from chairlift.kernels import dequantise as dequantising  # as above
         from chairlift.kernels import quantised_linear as multiplying
 
-        if len(x) <= multiplying.max_rows(weight.zero):
+        # Tiles of 32 bits would not fit into the shared memory of all devices.
+        if x.element_size() == 2 and len(x) <= multiplying.max_rows(weight.zero):
             if self._arrived is None:
                 self._arrived = multiplying.counters(weight.numbers)
             return multiplying.quantised_linear(x, *weight.stored, self.bias, self._arrived)
