@@ -16,7 +16,7 @@ pub struct SessionWait {
     pub longest: Time,
 }
 
-/// The order of parked sessions: by tenant if tenants take turns, then by tier and by the place of the first request.
+/// The order of parked sessions: by tenant if tenants take turns, then by tier and by the arrival of the first request.
 pub(super) type Key = (u32, Tier, Time, SessionId);
 
 /// Parked sessions with requests.
@@ -87,11 +87,6 @@ impl Line {
     /// [`expected`](Self::expected).
     pub(super) fn expected_last(&self, first: f64, now: Time) -> f64 {
         self.each(first, now) * (self.keys.len() + 1) as f64
-    }
-
-    /// Microseconds for which a session that begins to wait now would wait behind all others, by the mean of what others waited.
-    pub(super) fn usual(&self) -> f64 {
-        self.mean.unwrap_or(0.0) * (self.keys.len() + 1) as f64
     }
 
     /// The first session.

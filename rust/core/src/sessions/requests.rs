@@ -85,8 +85,7 @@ impl Sessions {
             session.enter_queue();
         } else {
             let known = (u64::from(joined.known) * u64::from(joins.tokens) / joins.names.len().max(1) as u64) as u32;
-            let place = session.place_in_line(joins.arrived, self.line.usual());
-            session.wait_for_turn(Wait { seq: joins.seq, known, place, due: joins.due, forks: 0 });
+            session.wait_for_turn(Wait { seq: joins.seq, known, arrived: joins.arrived, due: joins.due, forks: 0 });
             if session.waiting().len() == 1 {
                 kv.rank_owner(session.owner, EvictionClass::ParkedWaiting);
                 if joined.no_line {

@@ -18,7 +18,7 @@ const MAX_BUSY: usize = 64;
 /// Microseconds after which a thread that has been quiet is over, if another one of its session goes on.
 const GIVEN_UP: Time = 600_000_000;
 
-/// Requests after which a session goes no further behind others in the line: then behind all that arrive during a usual wait.
+/// Requests after which a session goes no further behind others in the line.
 const MANY_REQUESTS: u32 = 64;
 
 /// A session and a thread of it.
@@ -46,8 +46,8 @@ pub(crate) struct Wait {
     pub(crate) seq: SeqId,
     /// Leading tokens of the prompt that the session had computed before.
     pub(crate) known: u32,
-    /// The order of the session in the line, if it is its first request there.
-    pub(super) place: Time,
+    /// When the request arrived.
+    pub(super) arrived: Time,
     /// When it no longer waits for the turn.
     pub(super) due: Time,
     /// Forks of the request. They wait for it, and hold no blocks.
@@ -243,10 +243,12 @@ impl Session {
         &self.waiting
     }
 
-    /// Where a request that arrives now belongs in the line, in which a session waits for `usual` microseconds: behind those that arrive
-    /// later, the more requests the session has had, so that a short session need not wait for long ones.
-    pub(super) fn place_in_line(&self, arrived: Time, usual: f64) -> Time {
-        arrived.saturating_add((usual * f64::from(self.begun) / f64::from(MANY_REQUESTS)) as Time)
+    /// The time by which waiting sessions are ordered: the arrival of the first request, and later the more requests the session has had,
+    /// so that a short session need not wait for long ones. One with `MANY_REQUESTS` goes behind all that arrive before its request is due.
+    pub(super) fn place_in_line(&self) -> Option<Time> {
+        let first = self.waiting.first()?;
+        let per_request = (first.due - first.arrived) / Time::from(MANY_REQUESTS);
+        Some(first.arrived.saturating_add(per_request.saturating_mul(self.begun.into())))
     }
 
     /// When a request comes in whatever happens, if any waits for the session's turn.

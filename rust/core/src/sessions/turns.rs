@@ -238,7 +238,7 @@ impl Sessions {
     /// A parked session's key in the line, if requests wait.
     fn line_key(&self, id: SessionId) -> Option<Key> {
         let session = &self.directory[id];
-        Some((if self.by_tenant { session.tenant } else { 0 }, session.tier, session.waiting().first()?.place, id))
+        Some((if self.by_tenant { session.tenant } else { 0 }, session.tier, session.place_in_line()?, id))
     }
 
     /// Panics unless the orders agree with the sessions. `requests` is the number of requests that wait for turns.
