@@ -229,6 +229,7 @@ FOREIGN = {
     ),
     *(
         "--memory",
+        "--model-id",
         "--model_args",
         "--nocapture",
         "--now",
