@@ -40,13 +40,13 @@ def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, 
         taken.listen()
         port = str(taken.getsockname()[1])
         for arguments, message in (
-            (["--prefix-cache-dir", file], f"--prefix-cache-dir {file}: File exists"),
+            (["--prefix-cache-dir", file], f"--prefix-cache-dir {file}: this is a file, name a directory"),
             (["--journal", file / "day"], f"--journal {file / 'day'}: cannot write there (Not a directory)"),
             (["--energy-meter", f"powercap:{file}"], f"--energy-meter powercap: {file}: Not a directory"),
             (["--enable-lora", "--lora-modules", f"a={file}"], f"adapter {file}: adapter_config.json cannot be read"),
             (["--chat-template", file], f"--chat-template: {file} cannot be used: expected token 'end of print statement'"),
             (["--usage-log", file / "log"], f"--usage-log {file / 'log'}: Not a directory"),
-            (["--data-dir", file], f"--data-dir {file}: File exists"),
+            (["--data-dir", file], f"--data-dir {file}: this is a file, name a directory"),
             (["--api-key-file", file], f"--api-key-file {file}: it is not TOML"),
             (["--tiers", file], f"--tiers {file}: it is not TOML"),
             (["--ssl-certfile", file], f"--ssl-certfile {file}: "),
