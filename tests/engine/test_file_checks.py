@@ -1,7 +1,9 @@
 """Files of settings that cannot be used are found before a model is read."""
 
 import json
+import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,10 +72,46 @@ def test_the_journal_of_a_running_engine_is_left_to_it(tmp_path):
     journal = Journal(str(path))
     journal.append(b"today", flush=True)
     for use in (Journal, check_journal):
-        with pytest.raises(InvalidSetting, match=f"--journal {path}: another engine writes it; end that one, or name another file"):
+        with pytest.raises(InvalidSetting, match=f"--journal {path}: another engine writes it: close that one, or name another file"):
             use(str(path))
     assert path.read_text() == "today"
     journal.close()
     check_journal(str(path))
     Journal(str(path)).close()
     assert path.read_text() == ""
+
+
+def test_the_journal_of_a_restarted_engine_keeps_those_before_it(tmp_path):
+    path = tmp_path / "day.journal"
+    Journal(str(path)).close()
+    restarted = Journal(f"{path}.1")
+    with pytest.raises(InvalidSetting, match="another engine writes it"):
+        check_journal(str(path))
+    restarted.close()
+    check_journal(str(path))
+
+
+def test_a_forked_process_neither_holds_nor_writes_the_journal(tmp_path):
+    path = tmp_path / "day.journal"
+    journal = Journal(str(path))
+    journal.append(b"once", flush=False)
+    ends, goes_on = os.pipe()
+    if (child := os.fork()) == 0:
+        journal.close()
+        os.close(goes_on)
+        os.read(ends, 1)
+        os._exit(0)
+    os.close(ends)
+    journal.close()
+    assert path.read_bytes() == b"once"
+    check_journal(str(path))
+    os.close(goes_on)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_journal_of_an_engine_that_was_dropped_is_free(tmp_path):
+    path = tmp_path / "day.journal"
+    dropped = SimpleNamespace(journal=Journal(str(path)))
+    dropped.itself = dropped
+    del dropped
+    check_journal(str(path))

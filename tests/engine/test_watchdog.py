@@ -15,7 +15,7 @@ from chairlift.engine.frames import Alive, Load
 from chairlift.engine.heartbeat import Heartbeat
 from chairlift.engine.stats import Stats
 from chairlift.engine.watchdog import IDLE, STUCK_SECONDS, StallDetector, Watchdog
-from chairlift.errors import EngineDead
+from chairlift.errors import EngineDead, ModelNotFound
 from chairlift.sampling import SamplingParams
 
 GUARD = 60
@@ -234,12 +234,20 @@ def test_an_engine_that_is_started_again_spares_the_journal_of_the_one_before(mo
 
     monkeypatch.setattr(frames, "encode", noted)
 
+    def unreadable(directory):
+        raise ModelNotFound("its tokenizer went")
+
     async def main():
         engine = AsyncEngine(journal=journal)
         for _ in names:
+            # A start that fails uses no name up.
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "_read_tokenizer", unreadable)
+                with pytest.raises(ModelNotFound):
+                    await engine.start()
             async with engine:
                 pass
 
     asyncio.run(main())
-    assert journals == names
+    assert journals == [name for name in names for _ in range(2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [name for name in names if name is not None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import os
 import time
@@ -100,7 +99,7 @@ class AsyncEngine(EngineClient):
         self._number: int | None = None  # in the process, while it is started
         self._questions = Questions(self._write)
         self._phases: dict[str, float] = {}
-        self._journals = itertools.count()
+        self._journals = 0
         self._death: EngineDead | None = EngineDead("the engine has not been started: use 'async with', or await start()")
         self._started = self._closed = False
         self._ended = asyncio.Event()
@@ -159,6 +158,7 @@ class AsyncEngine(EngineClient):
             raise
         self._info = dataclasses.replace(self.info, model=shown(self.config.model))
         self._started = True
+        self._journals += 1
         log_start(self.config, self.info, self._phases, time.perf_counter() - began)
 
     def _read_tokenizer(self, directory: Path) -> Tokenizer:
@@ -341,9 +341,8 @@ class AsyncEngine(EngineClient):
         return self._number
 
     def _next_journal(self) -> str | None:
-        """The journal's path. A restarted engine gets a new file."""
-        number = next(self._journals)
-        return f"{self.config.journal}.{number}" if self.config.journal and number else self.config.journal
+        """The journal's path. An engine gets a new file if one has started before."""
+        return f"{self.config.journal}.{self._journals}" if self.config.journal and self._journals else self.config.journal
 
     def tell(self, frame: Frame) -> None:
         """Sends a frame that the next engine does not need, if this one is ready."""

@@ -401,6 +401,9 @@ class Engine:
 
     def close(self) -> None:
         """Flushes the journal and ends other processes. Unfinished requests get no more output."""
+        if self._journal is not None:
+            self._write_journal()
+            self._journal.close()
         self._grammars.close()
         if self._in_flight is not None:
             self.runner.wait()
@@ -408,9 +411,6 @@ class Engine:
             self._disk_cache.close()
         self.runner.close()
         self._energy.close()
-        if self._journal is not None:
-            self._write_journal()
-            self._journal.close()
 
     def save_prefixes(self, seconds: float) -> None:
         """Before a clean stop, writes the KV of prompt beginnings to disk for at most so long, if there is a directory for it."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import gc
+import itertools
 import logging
 import os
 import stat
 import time
+import weakref
 from typing import BinaryIO
 
 from chairlift.errors import InvalidSetting
@@ -30,6 +34,7 @@ class Journal:
         except OSError as error:
             raise _unwritable(path, error) from None
         self._flush_due = time.monotonic() + FLUSH_SECONDS
+        _opened.add(self)
 
     def append(self, record: bytes, *, flush: bool) -> None:
         """Appends records; `flush` writes the buffer to the file."""
@@ -42,18 +47,38 @@ class Journal:
                 self._flush_due = time.monotonic() + FLUSH_SECONDS
         except OSError as error:
             log.warning("cannot write the journal, which ends here: %s", error)
+            _unlock(self._file.fileno())
             self._file = None
 
     def close(self) -> None:
         """Flushes and closes the file."""
         self.append(b"", flush=True)
         if self._file is not None:
+            _unlock(self._file.fileno())
             self._file.close()
             self._file = None
 
+    def leave(self) -> None:
+        """Lets a forked process neither hold the file nor write the records that its parent writes."""
+        if self._file is not None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._file.fileno())
+            os.close(null)
+
+
+_opened: weakref.WeakSet[Journal] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for journal in _opened:
+        journal.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
+
 
 def check_journal(path: str) -> None:
-    """Raises InvalidSetting if the file cannot be written, or an engine writes it. Leaves it as it is, and creates none."""
+    """Raises InvalidSetting if the file cannot be written, or an engine writes it or one that follows it. Changes and creates none."""
     directory = os.path.join(os.path.dirname(os.path.abspath(path)), "")
     existing = path if os.path.exists(path) else directory
     try:
@@ -62,8 +87,11 @@ def check_journal(path: str) -> None:
         os.stat(directory)  # fails for a file, because of the slash at its end
         if not os.access(existing, os.W_OK):
             raise PermissionError(13, "Permission denied")
-        if os.path.isfile(path):
-            os.close(_locked(os.open(path, os.O_WRONLY)))
+        # A server whose engine was restarted writes a file that follows.
+        following = (f"{path}.{number}" for number in itertools.count(1))
+        for name in (path, *itertools.takewhile(os.path.isfile, following)):
+            if os.path.isfile(name):
+                os.close(_locked(os.open(name, os.O_WRONLY)))
     except OSError as error:
         raise _unwritable(path, error) from None
 
@@ -87,7 +115,7 @@ def create_next(path: str) -> str:
 
 def _unwritable(path: str, error: OSError) -> InvalidSetting:
     if isinstance(error, BlockingIOError):
-        return InvalidSetting(f"--journal {path}: another engine writes it; end that one, or name another file")
+        return InvalidSetting(f"--journal {path}: another engine writes it: close that one, or name another file")
     return InvalidSetting(f"--journal {path}: cannot write there ({error.strerror}); name a file in a directory that exists")
 
 
@@ -108,15 +136,24 @@ def _own(path: str, flags: int) -> int:
 
 def _locked(handle: int) -> int:
     """Locks an open file until it is closed, and returns it. Raises BlockingIOError, with the file closed, if another has the lock."""
-    if _is_regular(handle):
+    for may_wait in (True, False) if _is_regular(handle) else ():
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except BlockingIOError:
-            os.close(handle)
-            raise
+            if not may_wait:
+                os.close(handle)
+                raise
+            gc.collect()  # an `LLM` that was dropped without `close` may have it
         except OSError:
-            pass  # some network file systems have no locks
+            break  # some network file systems have no locks
     return handle
+
+
+def _unlock(handle: int) -> None:
+    """Ends the lock of an open file."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def _is_regular(handle: int) -> bool:
