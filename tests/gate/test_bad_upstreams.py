@@ -83,6 +83,7 @@ def test_what_is_http_passes_and_all_else_is_a_bad_gateway(caplog):
         (b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", b"5\r\nsec"),
         (b"content-length: 9\r\n\r\nok", b"secret"),
         (b"content-type: text/event-stream\r\ncontent-length: 9\r\n\r\nok", b"secret"),
+        (b"content-type: text/event-stream\r\ncontent-encoding: x-any\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n", b"x"),
     ],
 )
 def test_an_answer_that_breaks_in_the_middle_ends_there(head, rest):

@@ -290,8 +290,9 @@ async def _pass_body(scope: Scope, response: Any, answer: Answer, held: Admitted
     """Sends an answer's body to the client, but not its end. A stream that breaks off ends with an error; other answers raise it."""
     # Middleware only needs the start and the end of the response.
     raw_send: Send = scope["state"]["raw_send"]
-    sized = "content-length" in response.headers
-    events, passed = WholeEvents("" if sized else response.content_type), b"\n"
+    # One that is compressed or has a length cannot end with an event of the gate's.
+    opaque = "content-length" in response.headers or "content-encoding" in response.headers
+    events, passed = WholeEvents("" if opaque else response.content_type), b"\n"
     try:
         async for data in response.content.iter_any():
             before_first_token = answer.ttft is None
@@ -302,7 +303,7 @@ async def _pass_body(scope: Scope, response: Any, answer: Answer, held: Admitted
                 passed = whole
                 await raw_send({"type": "http.response.body", "body": whole, "more_body": True})
     except FAILURES as error:
-        if sized or not answer.streamed:
+        if opaque or not answer.streamed:
             raise
         envelope = for_route(_refusal(failure(upstream.url, error)), scope).envelope
         await raw_send({"type": "http.response.body", "body": _last_event(response.content_type, passed, envelope), "more_body": True})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chairlift.server.streaming import EventStream, JsonLines
 
-MAX_EVENT = 1 << 20
+MAX_EVENT = 1 << 16
 """Bytes of an event that wait for its end. Those of a longer one pass as they come."""
 
 _ENDS = {EventStream.media_type: (b"\n\n", b"\r\n\r\n", b"\r\r"), JsonLines.media_type: (b"\n",)}
