@@ -8,11 +8,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 START_SECONDS = 300
 """How long a server may take until it is ready."""
@@ -38,6 +41,9 @@ def server(
     `command` has `{port}` in it where it listens. A status from 500 on means that it is not ready. Its output goes to this process's, or to
     the `log`. Raises SystemExit if it does not start.
     """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _leave)  # the server has another session, and does not get this process's signals
     port = free_port()
     filled = [part.replace("{port}", str(port)) for part in command]
     with contextlib.ExitStack() as stack:
@@ -57,9 +63,14 @@ def server(
         end(process, 60)
 
 
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
 def _answers(url: str) -> bool:
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(url, timeout=10):
+        with directly.open(url, timeout=10):
             return True
     except urllib.error.HTTPError as error:
         return error.code < 500

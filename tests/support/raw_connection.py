@@ -17,10 +17,10 @@ def connected(base: str, **options: int) -> socket.socket:
     return sock
 
 
-def rest(sock: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
+def rest(sock: socket.socket, *, may_reset: bool = True) -> bytes:
+    """All that comes until the server closes the connection, or resets it if it may."""
     got = b""
-    with contextlib.suppress(ConnectionResetError):
+    with contextlib.suppress(*[ConnectionResetError] * may_reset):
         while piece := sock.recv(65536):
             got += piece
     return got
