@@ -61,7 +61,7 @@ _IN_FILES = dict.fromkeys(
     ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"),
     "the quantization of a checkpoint is read from its files, so leave the flag out",
 )
-_EXPANDED = ("journal", "prefix_cache_dir")
+_EXPANDED = ("journal", "prefix_cache_dir", "chat_template")
 """Paths whose `~` is replaced here, because several places open them."""
 _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms", "max_session_wait_ms")
 LARGEST_SLOWDOWN = 1000

@@ -393,6 +393,7 @@ def test_a_config_file_gives_values_as_they_are_written(text, settings, tmp_path
         ("port: 1\nport: 2", "port: it is set twice"),
         ("max_num_seqs: 1\nmax-num-seqs: 2", "max-num-seqs: it is set twice"),
         ("- a", "expected lines like"),
+        ("tenant-weights: &a {x: *a}", "tenant-weights: it contains itself"),
     ],
 )
 def test_a_config_file_with_an_error_is_wrong_usage(text, says, tmp_path, capsys):

@@ -123,7 +123,9 @@ def sessions(policy, _):
 
 
 def models(policy, _):
-    simulate_models(TRACE, [SharedModel("one", EngineConfig(model="SmolLM2-135M", scheduling_policy=use(policy)))])
+    config = EngineConfig(model="SmolLM2-135M", scheduling_policy=use(policy))
+    results = simulate_models(TRACE, [SharedModel("one", config), SharedModel("two", config)])
+    assert all("OSError: no answer" in one.policy_failure for one in results.results.values())
 
 
 def recorded(policy, folder):

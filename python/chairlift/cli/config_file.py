@@ -41,6 +41,8 @@ def read_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if name in settings:
                 raise ValueError("it is set twice")
             settings[name] = parse_entry(known[name], _value(value, known[name].metadata.get("parse") is parse_json_object))
+        except RecursionError:
+            raise ValueError(f"--config {path}: {key}: it contains itself") from None
         except ValueError as error:
             raise ValueError(f"--config {path}: {key}: {error}") from None
     return settings

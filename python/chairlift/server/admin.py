@@ -59,9 +59,20 @@ class AdminApp:
             Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
             Route("/state", _state),
             Route("/models", _models),
-            Route("/models/load", _changing(lambda loader, model: loader.load(model)), methods=["POST"]),
-            Route("/models/unload", _changing(lambda loader, model: loader.unload(model)), methods=["POST"]),
-            Route("/models/restart", _changing(lambda loader, model: loader.restart(model, self._drain_seconds)), methods=["POST"]),
+            Route("/models/load", _changing("Begins to load a model.", lambda loader, model: loader.load(model)), methods=["POST"]),
+            Route(
+                "/models/unload",
+                _changing("Unloads a model, when the requests that need it have ended.", lambda loader, model: loader.unload(model)),
+                methods=["POST"],
+            ),
+            Route(
+                "/models/restart",
+                _changing(
+                    "Begins to restart a model's engines one after the other.",
+                    lambda loader, model: loader.restart(model, self._drain_seconds),
+                ),
+                methods=["POST"],
+            ),
             Route("/drain", self._begin_drain, methods=["POST"]),
         ]
 
@@ -84,8 +95,8 @@ async def _models(request: Request) -> Response:
     return Json({"models": [_described(service_of(request), model) for model in service_of(request).models]})
 
 
-def _changing(change: Callable[[ModelLoader, ServedModel], None]) -> Callable[[Request], Awaitable[Response]]:
-    """Returns a route that begins a change of the model in the body, and describes that model."""
+def _changing(purpose: str, change: Callable[[ModelLoader, ServedModel], None]) -> Callable[[Request], Awaitable[Response]]:
+    """Returns a route with this docstring that begins a change of the model in the body, and describes that model."""
 
     async def route(request: Request) -> Response:
         service = service_of(request)
@@ -93,6 +104,7 @@ def _changing(change: Callable[[ModelLoader, ServedModel], None]) -> Callable[[R
         change(service.loader, model)
         return Json(_described(service, model), 202)
 
+    route.__doc__ = purpose
     return route
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -212,8 +213,9 @@ def _shared_journal(specs: Iterable[ModelSpec]) -> ModelSpec | None:
     """Returns the first model whose journal is another's too."""
     journals: set[str] = set()
     for spec in specs:
-        if spec.config.journal in journals:
+        path = None if spec.config.journal is None else os.path.realpath(spec.config.journal)
+        if path in journals:
             return spec
-        if spec.config.journal is not None:
-            journals.add(spec.config.journal)
+        if path is not None:
+            journals.add(path)
     return None

@@ -160,7 +160,7 @@ def simulating(*policies: str | None) -> Iterator[None]:
         yield
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
-    for policy in policies:
+    for policy in dict.fromkeys(policies):  # one that several models have is asked once
         report_failure(policy)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.layers.tensor_parallel import TensorParallelGroup
+from chairlift.process_log import write_log_as_parent
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.memory.device_memory import is_out_of_memory
@@ -87,6 +88,7 @@ class Worker:
 
 def main(fd: int) -> None:
     """Runs calls until the pipe closes."""
+    write_log_as_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     pipe, worker, calls = Connection(fd), Worker(), SimpleQueue[list[Any]]()
     threading.Thread(target=_receive_calls, args=(pipe, calls), daemon=True).start()
