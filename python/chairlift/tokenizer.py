@@ -65,7 +65,7 @@ class Tokenizer:
         if chat_template is not None:
             from chairlift.chat_template import ChatTemplate
 
-            self.template = ChatTemplate.from_file(Path(chat_template).expanduser(), self.special_tokens)
+            self.template = ChatTemplate.from_file(Path(chat_template), self.special_tokens)
 
     @property
     def vocab_size(self) -> int:

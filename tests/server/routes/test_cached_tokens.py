@@ -54,10 +54,8 @@ def test_answers_tell_a_tenant_of_its_own(keyed, path, body, read):
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)])
 def test_streams_tell_a_tenant_of_its_own(keyed, path, body):
-    told = []
-    for answer in readers(keyed, path, body | {"stream": True, "stream_options": {"include_usage": True}}):
-        told.append(openai_usage(objects(answer.text)[-1]["usage"]))
-    assert told == [1, 1, 3, 1]
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    assert [openai_usage(objects(answer.text)[-1]["usage"]) for answer in readers(keyed, path, streamed)] == [1, 1, 3, 1]
 
 
 def test_several_answers_count_what_was_cached_before_the_first(keyed):
