@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 
-LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "process_log", "svg", "timeline", "timeline_plot"}
+LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "process_log", "svg", "timeline", "timeline_plot", "trim"}
 MAY_IMPORT = {
     "": {"engine", "sim", "tokenizer", "_core", *LEAVES},
     "__main__": {"cli"},
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "layers": {"kernels", "_core"},
     "kernels": set(),
     "chat": {"grammar", "errors", "outputs", "sampling"},
-    "grammar": {"_core", "checkpoint", "child_process", "errors", "sampling"},
+    "grammar": {"_core", "checkpoint", "child_process", "errors", "sampling", "trim"},
     "tokenizer": {"chat_template", "checkpoint", "text_parts", "token_cache", *LEAVES},
     "text_parts": {"alternatives"},
     "token_cache": set(),
@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "timeline_plot": {"svg", "timeline"},
     "svg": {"errors"},
     "timeline": set(),
+    "trim": set(),
 }
 """Module or package → those it may import; "" is the package's own `__init__`."""
 

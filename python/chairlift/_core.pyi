@@ -127,6 +127,12 @@ class GrammarMatcher:
     @property
     def error(self) -> str | None:
         """Why the matcher failed: the grammar is invalid, a token was not allowed, or a limit was reached."""
+    @property
+    def lexer_bytes(self) -> int:
+        """Bytes of the lexer's states, which all copies share: about what llguidance takes for them.
+
+        0 if the grammar is invalid, or if the lexer has failed.
+        """
     def mask(self) -> bytes:
         """Which tokens may come next: int32 [vocabulary / 32, rounded up] as bytes, a bit for each token.
 

@@ -13,8 +13,8 @@ from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.kv_sharing import KvSharing, SharedBlocks
-from chairlift.engine.trim import trim
 from chairlift.errors import InvalidSetting
+from chairlift.trim import trim
 
 TOTAL = 24 << 20
 # In large steps without drafts the engines do the same, however long a step takes.

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 from grammar_forms import PATIENCE, allowed, structure
@@ -12,7 +11,6 @@ from chairlift.errors import QueueFull, RequestFailed
 from chairlift.grammar import grammars as module
 from chairlift.grammar import trial
 from chairlift.grammar.grammars import Grammars
-from chairlift.grammar.usage import GrammarUsage
 from chairlift.sampling import StructuredOutput
 
 MIB = 2**20
@@ -40,17 +38,33 @@ def test_a_small_grammar_counts_little_and_a_large_one_what_it_takes(grammars):
 
 def test_bytes_are_counted_as_they_grow(sized, monkeypatch):
     made, tried = sized
-    memory = [0]
     monkeypatch.setattr(module, "MAX_BYTES_OF_GROUP", 305 * MIB)
-    monkeypatch.setattr(module, "GrammarUsage", partial(GrammarUsage, resident=lambda: memory[-1]))
     first = made.compile(structure("choice", ["a"]))
     made.compile(structure("choice", ["b"])).result(PATIENCE)
     assert made.compile(structure("choice", ["a"])) is first
-    first.result(PATIENCE).usage.grow(memory.append, 10 * MIB)
+    first.result(PATIENCE).usage.lexer_bytes += 10 * MIB
     assert first.result(PATIENCE).size == 110 * MIB
     for name in "cab":
         made.compile(structure("choice", [name])).result(PATIENCE)
     assert tried == ["a", "b", "c", "b"]
+
+
+def test_the_states_that_masks_add_to_the_lexer_are_counted(grammars, tokenizer):
+    grammar = grammars.compile(structure("regex", r"(.|\n)*[ab](.|\n){12}end")).result(PATIENCE)
+    matcher, before = grammar.matcher(), grammar.size
+    for token in tokenizer.encode("abcabcbacbacabbcab"):
+        allowed(matcher)
+        matcher.accept(token)
+    assert before + 10_000 < grammar.size < before + 10_000_000
+
+
+def test_memory_returns_to_the_system_after_much_of_it_is_free(sized, monkeypatch):
+    made, _ = sized
+    trims = []
+    monkeypatch.setattr(module, "trim", lambda: trims.append(1))
+    for name in "abcd":
+        made.compile(structure("choice", [name])).result(PATIENCE)
+    assert len(trims) == 2, "one for each grammar that made room"
 
 
 def test_the_oldest_grammars_make_room(sized):

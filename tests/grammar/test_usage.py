@@ -5,26 +5,24 @@ import pytest
 from chairlift.errors import InvalidRequest
 from chairlift.grammar import allowance
 from chairlift.grammar.allowance import REFILL, Allowance, TenantAllowances
-from chairlift.grammar.usage import CALL_SECONDS, GRAMMAR_SECONDS, MAX_GROWTH, TENANT_SECONDS, WATCHED_CALLS, GrammarUsage
+from chairlift.grammar.usage import CALL_SECONDS, GRAMMAR_SECONDS, MAX_GROWTH, TENANT_SECONDS, GrammarUsage
 
 
 class Machine:
-    """A clock, a thread's processor clock and a process's memory, which functions of the test move."""
+    """A clock and a thread's processor clock, which functions of the test move."""
 
     def __init__(self):
         self.now = self.processor = 0.0
-        self.resident = 0
 
     def allowance(self, capacity=TENANT_SECONDS):
         return Allowance(capacity, lambda: self.now)
 
     def usage(self, tenant):
-        return GrammarUsage(tenant, clock=lambda: self.now, processor_clock=lambda: self.processor, resident=lambda: self.resident)
+        return GrammarUsage(tenant, clock=lambda: self.now, processor_clock=lambda: self.processor)
 
-    def work(self, seconds, grown=0):
+    def work(self, seconds):
         self.processor += seconds
         self.now += seconds
-        self.resident += grown
         return "mask"
 
 
@@ -108,23 +106,9 @@ def test_the_time_of_any_number_of_grammars_is_bounded(machine):
 
 
 def test_a_grammar_that_grew_too_much_is_worn(machine):
-    usage = machine.usage(machine.allowance())
-    usage.call(machine.work, 0.0, 2 * MAX_GROWTH)
-    assert (usage.growth, usage.worn) == (0, False), "another thread's memory, between two masks"
-    usage.grow(machine.work, 0.0, MAX_GROWTH)
+    usage = GrammarUsage(machine.allowance(), 1000)
+    assert (usage.growth, usage.worn) == (0, False)
+    usage.lexer_bytes = 1000 + MAX_GROWTH
     assert (usage.growth, usage.worn) == (MAX_GROWTH, False)
-    usage.grow(machine.work, 0.0, 1)
+    usage.lexer_bytes += 1
     assert usage.worn
-    assert not machine.usage(machine.allowance()).worn
-
-
-def test_memory_is_read_while_masks_are_slow_enough_to_add_states(machine):
-    usage = machine.usage(machine.allowance())
-    for _ in range(WATCHED_CALLS):
-        usage.grow(machine.work, 0.0, 1)
-    assert usage.growth == WATCHED_CALLS
-    usage.grow(machine.work, 0.0, 1)
-    assert usage.growth == WATCHED_CALLS
-    usage.grow(machine.work, CALL_SECONDS, 1)
-    usage.grow(machine.work, 0.0, 5)
-    assert usage.growth == WATCHED_CALLS + 5

@@ -18,9 +18,9 @@ from chairlift.engine.questions import Remembered
 from chairlift.engine.replica import Replica
 from chairlift.engine.replica_router import ReplicaRouter
 from chairlift.engine.stats import Stats
-from chairlift.engine.trim import trim
 from chairlift.errors import ChairliftError, EngineDead, InvalidRequest
 from chairlift.outputs import RequestOutput, Timeline
+from chairlift.trim import trim
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig

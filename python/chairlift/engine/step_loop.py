@@ -20,9 +20,9 @@ from chairlift.engine.hosted_engine import HostedEngine, Task
 from chairlift.engine.kv_sharing import KvSharing
 from chairlift.engine.stats import Stats
 from chairlift.engine.tenant_service import TenantService
-from chairlift.engine.trim import trim
 from chairlift.engine.watchdog import CHECK_SECONDS, IDLE, Watchdog
 from chairlift.errors import ChairliftError, InvalidSetting
+from chairlift.trim import trim
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine

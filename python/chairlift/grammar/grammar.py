@@ -66,7 +66,8 @@ class Matcher:
         """
         self._usage.check()
         before = self._usage.spent
-        memoryview(bitmask[index]).cast("B")[:] = self._usage.grow(self._matcher.mask)
+        memoryview(bitmask[index]).cast("B")[:] = self._usage.call(self._matcher.mask)
+        self._usage.lexer_bytes = self._matcher.lexer_bytes
         if self._charge is not None:
             self._charge(self._usage.spent - before)
         check(self._matcher, self._usage)

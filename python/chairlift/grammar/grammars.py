@@ -18,6 +18,7 @@ from chairlift.grammar.grammar import Grammar
 from chairlift.grammar.trial import Trial, Vocabulary, compiled
 from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage
 from chairlift.sampling import StructuredOutput
+from chairlift.trim import trim
 
 if TYPE_CHECKING:
     from chairlift._core import GrammarVocabulary
@@ -26,6 +27,8 @@ MAX_KEPT = 256
 """Maximum number of cached grammars."""
 MAX_BYTES, MAX_BYTES_OF_GROUP = 512 * 2**20, 256 * 2**20
 """Maximum bytes of the grammars that are cached or used by sequences, of all tenants and of one group."""
+TRIMMED_BYTES = 64 * 2**20
+"""Bytes of grammars that have ended whose memory is returned to the system together."""
 STACK_BYTES = 64 * 2**20
 """Stack of the compiling thread in bytes: many times the stack of a trial. Only used pages take memory."""
 
@@ -52,6 +55,8 @@ class Grammars:
         self._kept: OrderedDict[Key, Future[Grammar]] = OrderedDict()
         self._living: WeakKeyDictionary[GrammarUsage, tuple[str, int]] = WeakKeyDictionary()
         """The group of each grammar that is cached or used by a sequence, and its bytes when it was compiled."""
+        self._most_bytes = 0
+        """Bytes of all grammars when they were the most since memory was returned to the system."""
         self._allowances = TenantAllowances(TENANT_SECONDS)
         self._queue = CompileQueue()
         self._thread: threading.Thread | None = None
@@ -113,8 +118,9 @@ class Grammars:
             self._tokens = self._vocabulary.load()
         size = self._trial.run(work.structure)
         self._make_room(work.group, size)
-        usage = GrammarUsage(allowance)
-        grammar = Grammar(compiled(self._tokens, work.structure), size, self._tokens, usage)
+        template = compiled(self._tokens, work.structure)
+        usage = GrammarUsage(allowance, template.lexer_bytes)
+        grammar = Grammar(template, size, self._tokens, usage)
         self._living[usage] = work.group, size
         return grammar
 
@@ -133,9 +139,17 @@ class Grammars:
         used: Counter[str] = Counter()
         for usage, (owner, compiled_size) in self._living.items():
             used[owner] += compiled_size + usage.growth
+        self._trim_after(used.total())
         if used[group] + size > MAX_BYTES_OF_GROUP:
             return {group}
         return set(used) if used.total() + size > MAX_BYTES else set()
+
+    def _trim_after(self, used: int) -> None:
+        """Returns memory to the system if the grammars have become much smaller: it is in small blocks, of which glibc would keep most."""
+        if self._most_bytes - used > TRIMMED_BYTES:
+            self._most_bytes = used
+            trim()
+        self._most_bytes = max(self._most_bytes, used)
 
     def _evict(self, sizes: Mapping[Key, int]) -> None:
         """Evicts the least recently requested grammar of the group with the most. Sequences that use it are not affected.

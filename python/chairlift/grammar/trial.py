@@ -25,7 +25,7 @@ from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.grammar.allowance import Allowance
 from chairlift.grammar.grammar import LIMIT_REACHED, TOO_COMPLEX, check
 from chairlift.grammar.source import schemas_by_tool, source
-from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage, resident_bytes
+from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _bound() -> None:
 
 
 def _verdict(vocabulary: GrammarVocabulary, ends: Sequence[int], structure: StructuredOutput) -> dict[str, Any]:
-    usage, before = GrammarUsage(Allowance(TENANT_SECONDS)), resident_bytes()
+    usage, before = GrammarUsage(Allowance(TENANT_SECONDS)), _resident_bytes()
     try:
         matcher = compiled(vocabulary, structure)
     except InvalidRequest as error:
@@ -223,7 +223,15 @@ def _verdict(vocabulary: GrammarVocabulary, ends: Sequence[int], structure: Stru
             return {"error": str(error), "code": error.code}
     except ValueError as error:
         return {"error": shortened(str(error)), "code": None}
-    return {"error": None, "bytes": max(0, resident_bytes() - before)}
+    return {"error": None, "bytes": max(0, _resident_bytes() - before)}
+
+
+def _resident_bytes() -> int:
+    """Bytes of memory that this process uses, without those of files; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    _, resident, files, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(files)) * resource.getpagesize()
 
 
 _ANY_BIT = re.compile(rb"[^\0]")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import resource
-import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import ParamSpec, TypeVar
 
 from chairlift.errors import InvalidRequest
@@ -20,25 +16,9 @@ GRAMMAR_SECONDS, TENANT_SECONDS = 0.1, 0.2
 """What the calls of one grammar, and of all grammars of a tenant, may take beyond that, for example while a lexer has few states."""
 MAX_GROWTH = 16 * 2**20
 """Bytes by which a grammar may grow before the next request gets a newly compiled one."""
-GROWING_SECONDS, WATCHED_CALLS = 0.1e-3, 64
-"""A call that takes less processor time adds few states to the lexer. After so many of them the memory is not read until one takes more."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def resident_bytes() -> int:
-    """Bytes of memory that this process uses, without those of files; 0 where the system does not tell."""
-    if sys.platform != "linux":
-        return 0
-    _, resident, files, _ = os.pread(_statm(), 256, 0).split(b" ", 3)
-    return (int(resident) - int(files)) * resource.getpagesize()
-
-
-@cache
-def _statm() -> int:
-    """The open file of this process's memory: reading it again is much cheaper than opening it."""
-    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class GrammarUsage:
@@ -52,28 +32,30 @@ class GrammarUsage:
     def __init__(
         self,
         tenant: Allowance,
+        lexer_bytes: int = 0,
         *,
         clock: Callable[[], float] = time.monotonic,
         processor_clock: Callable[[], float] = time.thread_time,
-        resident: Callable[[], int] = resident_bytes,
     ) -> None:
+        """`lexer_bytes` are those of the compiled grammar's lexer."""
         self._own, self._tenant = Allowance(GRAMMAR_SECONDS, clock), tenant
-        self._processor_clock, self._resident = processor_clock, resident
-        self._growth, self._watched = 0, WATCHED_CALLS
+        self._processor_clock = processor_clock
         self.spent = 0.0
         """Processor time of all calls, in seconds."""
+        self.lexer_bytes = self._compiled_bytes = lexer_bytes
+        """Bytes of the lexer's states after the last mask."""
         self.broken = False
         """Whether the lexer, which all matchers share, has failed."""
 
     @property
     def growth(self) -> int:
-        """Bytes by which the grammar has grown. What other threads allocate during a mask counts too."""
-        return max(0, self._growth)
+        """Bytes of the states that the lexer has got since the grammar was compiled."""
+        return self.lexer_bytes - self._compiled_bytes
 
     @property
     def worn(self) -> bool:
         """Whether the next request should get a newly compiled grammar."""
-        return self.broken or self._growth > MAX_GROWTH
+        return self.broken or self.growth > MAX_GROWTH
 
     @property
     def exhausted(self) -> bool:
@@ -99,10 +81,7 @@ class GrammarUsage:
         """Calls a function of a matcher and charges its processor time."""
         began = self._processor_clock()
         result = function(*args, **kwargs)
-        seconds = self._processor_clock() - began
-        if seconds > GROWING_SECONDS:
-            self._watched = WATCHED_CALLS
-        self.spend(seconds)
+        self.spend(self._processor_clock() - began)
         return result
 
     def spend(self, seconds: float) -> None:
@@ -110,13 +89,3 @@ class GrammarUsage:
         self.spent += seconds
         self._own.spend(seconds - CALL_SECONDS)
         self._tenant.spend(seconds - CALL_SECONDS)
-
-    def grow(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Like `call`, for a function that adds states to the lexer; counts their bytes, except in a series of calls without new states."""
-        if not self._watched:
-            return self.call(function, *args, **kwargs)
-        self._watched -= 1
-        before = self._resident()
-        result = self.call(function, *args, **kwargs)
-        self._growth += self._resident() - before
-        return result

@@ -16,9 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
-from chairlift.engine.trim import trim
 from chairlift.errors import ContextExceeded, InvalidRequest
 from chairlift.template_process import MAX_PROCESSES
+from chairlift.trim import trim
 
 if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer

@@ -1,9 +1,11 @@
 //! Grammars over a model's vocabulary, compiled and matched by llguidance. The GIL is released for all work that can take long.
 
 use std::borrow::Cow;
-use std::sync::Mutex;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
 
 use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar};
+use llguidance::earley::Parser;
 use llguidance::toktrie::{InferenceCapabilities, TokEnv};
 use llguidance::{Logger, Matcher, ParserFactory, regex_to_lark};
 use pyo3::exceptions::PyValueError;
@@ -63,6 +65,8 @@ fn without_added_tokens(tokenizer: &Tokenizer) -> Tokenizer {
 #[pyclass(frozen, module = "chairlift._core")]
 pub(crate) struct GrammarMatcher {
     matcher: Mutex<Matcher>,
+    /// A parser at the start of the grammar, to look at the lexer, which a [`Matcher`] hides. None of an invalid grammar.
+    start: Arc<Option<Mutex<Parser>>>,
     tokens: TokEnv,
     /// The model's number of tokens.
     size: usize,
@@ -85,7 +89,9 @@ impl GrammarMatcher {
             let init = GrammarInit::Serialized(TopLevelGrammar::from_lark_or_grammar_list(grammar)?);
             vocabulary.factory.create_parser_from_init_ext(init, Logger::new(0, 0), InferenceCapabilities::default(), limits)
         });
-        Self { matcher: Mutex::new(Matcher::new(compiled)), tokens: vocabulary.factory.tok_env().clone(), size: vocabulary.size }
+        let start = compiled.as_ref().ok().map(|compiled| Mutex::new(compiled.parser.clone()));
+        let (start, tokens) = (Arc::new(start), vocabulary.factory.tok_env().clone());
+        Self { matcher: Mutex::new(Matcher::new(compiled)), start, tokens, size: vocabulary.size }
     }
 
     /// A grammar in Lark for a regular expression.
@@ -96,13 +102,23 @@ impl GrammarMatcher {
 
     /// A matcher at the same position.
     fn copy(&self) -> Self {
-        Self { matcher: Mutex::new(lock(&self.matcher).clone()), tokens: self.tokens.clone(), size: self.size }
+        let matcher = Mutex::new(lock(&self.matcher).clone());
+        Self { matcher, start: Arc::clone(&self.start), tokens: self.tokens.clone(), size: self.size }
     }
 
     /// Why the matcher failed: the grammar is invalid, a token was not allowed, or a limit was reached.
     #[getter]
     fn error(&self) -> Option<String> {
         lock(&self.matcher).get_error()
+    }
+
+    /// Bytes of the lexer's states, which all copies share: about what llguidance takes for them. 0 if the grammar is invalid, or if the
+    /// lexer has failed.
+    #[getter]
+    fn lexer_bytes(&self, py: Python<'_>) -> usize {
+        let bytes = |start: &Mutex<Parser>| lock(start).lexer_stats().num_bytes;
+        // The lexer's lock panics after a panic of llguidance, which its matchers report as an error.
+        py.detach(|| self.start.as_ref().as_ref().and_then(|start| catch_unwind(AssertUnwindSafe(|| bytes(start))).ok()).unwrap_or(0))
     }
 
     /// Which tokens may come next: int32 [vocabulary / 32, rounded up] as bytes, a bit for each token. After the grammar's end, and after a
