@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from chairlift.bench.sweep import search
 from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import Device, Profile
 from chairlift.sim.models import Machine, SharedMachine, SharedModel, loaded, numbered
-from chairlift.sim.plan import BISECTIONS, WARM_UP, Band, Point, Targets, point_of, step_error
+from chairlift.sim.plan import BISECTIONS, WARM_UP, Band, Point, Progress, Targets, ends, point_of, step_error
 from chairlift.sim.workload_spec import WorkloadSpec
 
 _STEP = 2 ** (1 / 2**BISECTIONS)
@@ -66,22 +66,20 @@ def plan_models(
     own = WorkloadSpec(trace=numbered(spec.trace, models), timed=spec.timed, burstiness=spec.burstiness)
     fits = own.fitting(*machine.longest)
     seconds = targets.workload_seconds(fits.mean_output)
-    trial = _Trial(fits, targets, seconds, machine)
+    trial = _Trial(fits, targets, seconds, machine, Progress(on_progress, (3 if error else 1) * len(fits.seeds)))
     trial.check()
-    runs = 3 * len(fits.seeds)
     capacities: list[float] = []
     for seed in fits.seeds:
-        on_progress(seed / runs)
         capacities.append(trial.capacity(seed, capacities[0] if capacities else 1.0))
     rate = statistics.median_low(capacities)
     if not rate:
         raise InvalidSetting("these targets cannot be met: isolated requests meet them, but those of the trace miss them at any rate")
-    bounds: list[list[float]] = []
-    for at, factor in enumerate((1 + error, 1 / (1 + error)) if error else ()):
-        on_progress((at + 1) / 3)
-        other = _Trial(fits, targets, seconds, machine.times(factor))
-        bounds.append([other.capacity(seed, one) for seed, one in zip(fits.seeds, capacities, strict=True)])
-    low, high = (min(bounds[0]), max(bounds[1])) if bounds else (min(capacities), max(capacities))
+
+    def at(slowdown: float) -> list[float]:
+        other = replace(trial, machine=machine.times(slowdown))
+        return [other.capacity(seed, one) for seed, one in zip(fits.seeds, capacities, strict=True)]
+
+    low, high = ends(capacities, error, at)
     seed = capacities.index(rate)
     result = machine.run(fits.sample(rate, seconds, seed))
     return ModelsPlan(
@@ -103,6 +101,7 @@ class _Trial:
     targets: Targets
     seconds: float
     machine: SharedMachine
+    progress: Progress
 
     def points(self, rate: float, seed: int) -> dict[str, Point]:
         """The latencies of each model with requests."""
@@ -124,6 +123,7 @@ class _Trial:
 
     def capacity(self, seed: int, start: float) -> float:
         """The largest rate that meets the targets; 0 if none does."""
+        self.progress()
         return search(lambda rate: self.meets(rate, seed), start or 1.0, BISECTIONS) or 0.0
 
     def limit(self, rate: float, seed: int) -> tuple[str, str]:

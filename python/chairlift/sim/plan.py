@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -56,6 +56,8 @@ WARM_UP = 0.1
 
 _RATES = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35)
 """The rates whose latencies are reported, as multiples of the capacity."""
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,28 +179,17 @@ def plan(
         settings, step = machine(model, on, of)
         return _Trial(fits, targets, seconds, settings, step.times(slowdown), progress)
 
-    def band(of: EngineConfig, capacities: list[float]) -> Band:
-        slow, fast = trial(of, 1 + error), trial(of, 1 / (1 + error))
-        pairs = list(zip(fits.seeds, capacities, strict=True))
-        low = min(slow.capacity(seed, rate) for seed, rate in pairs) if error else min(capacities)
-        high = max(fast.capacity(seed, rate) for seed, rate in pairs) if error else max(capacities)
-        return Band(statistics.median_low(capacities), low, high)
-
     tuned = _tune(trial, config, changes, 1 + tail_error)
     best = trial(tuned)
-    capacities = best.capacities()
-    capacity = band(tuned, capacities)
-    default = capacity if tuned == config else band(config, trial(config).capacities())
-    seed = capacities.index(capacity.rate)
-    # A machine need not use all that it has.
-    sensitivity = {name: max(capacity.rate, double(best).capacity(seed, capacity.rate)) for name, double in _DOUBLED.items()}
-    bottleneck = max((name for name in sensitivity if name != "compute"), key=lambda name: sensitivity[name])
+    capacity, seed = best.band(error)
+    default = capacity if tuned == config else trial(config).band(error)[0]
+    sensitivity = best.sensitivity(capacity.rate, seed)
     return Plan(
         targets=targets,
         capacity=capacity,
         settings={name: value for name in _TUNED if (value := getattr(tuned, name)) != getattr(config, name)},
         default=default,
-        bottleneck=bottleneck if sensitivity[bottleneck] >= BOTTLENECK_GAIN * capacity.rate else "compute",
+        bottleneck=_bottleneck(sensitivity, capacity.rate),
         sensitivity=sensitivity,
         points=[best.median_point(share * capacity.rate) for share in _RATES],
         figures=best.run(capacity.rate, seed).figures(),
@@ -245,9 +236,20 @@ class _Trial:
             return 0.0
         return search(lambda rate: self.meets(rate, seed), start or self.isolated.rate, BISECTIONS) or 0.0
 
-    def capacities(self) -> list[float]:
-        """The largest rate of each seed."""
-        return [self.capacity(seed) for seed in self.spec.seeds]
+    def band(self, error: float) -> tuple[Band, int]:
+        """The largest rate of all seeds, with its range if step times have a relative `error`, and the seed that has this rate."""
+        capacities = [self.capacity(seed) for seed in self.spec.seeds]
+
+        def at(slowdown: float) -> list[float]:
+            other = replace(self, step=self.step.times(slowdown))
+            return [other.capacity(seed, rate) for seed, rate in zip(self.spec.seeds, capacities, strict=True)]
+
+        band = Band(statistics.median_low(capacities), *ends(capacities, error, at))
+        return band, capacities.index(band.rate)
+
+    def sensitivity(self, rate: float, seed: int) -> dict[str, float]:
+        """The largest rate with twice as much of each resource: at least `rate`, as a machine need not use all that it has."""
+        return {name: max(rate, double(self).capacity(seed, rate)) for name, double in _DOUBLED.items()}
 
     @cached_property
     def isolated(self) -> Point:
@@ -266,6 +268,14 @@ def point_of(result: Result, rate: float, percent: float, since: float) -> Point
     waited = np.where(unanswered, np.inf, (counted["first_token"] - counted["arrived"]) / 1e6)
     ttft = np.append(waited, np.full(len(result.refused), np.inf))
     return Point(rate, float(np.percentile(ttft, percent, method="inverted_cdf")), result.itl(percent) or 0.0)
+
+
+def ends(capacities: Sequence[Number], error: float, at: Callable[[float], Sequence[Number]]) -> tuple[Number, Number]:
+    """The lowest capacity with steps slower by `error`, the relative error of their times, and the highest with steps faster by it.
+
+    `at` finds the capacities with steps slower by a factor; `capacities` are those without one.
+    """
+    return (min(at(1 + error)), max(at(1 / (1 + error)))) if error else (min(capacities), max(capacities))
 
 
 class Progress:
@@ -352,6 +362,12 @@ def _unreachable(targets: Targets, isolated: list[Point], *, timed: bool) -> str
         f"these targets cannot be met: p{targets.percentile:g} of isolated requests on this machine is {best.ttft * 1e3:.0f} ms of TTFT "
         f"and {best.itl * 1e3:.0f} ms of ITL. Use at least {' and '.join(needed)}"
     )
+
+
+def _bottleneck(sensitivity: dict[str, float], rate: float) -> str:
+    """The resource whose doubling raises the rate most; `compute` if none raises it much."""
+    most = max((name for name in sensitivity if name != "compute"), key=lambda name: sensitivity[name])
+    return most if sensitivity[most] >= BOTTLENECK_GAIN * rate else "compute"
 
 
 def doubled(settings: dict[str, Any], name: str) -> dict[str, Any]:

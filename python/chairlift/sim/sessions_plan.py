@@ -15,7 +15,7 @@ from chairlift.bench.sweep import search
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.sim.devices import Device, Profile
-from chairlift.sim.plan import BISECTIONS, Progress, doubled, step_error
+from chairlift.sim.plan import BISECTIONS, Progress, doubled, ends, step_error
 from chairlift.sim.run import longest_request, machine
 from chairlift.sim.sessions import DURATION, THINK_TIME, SessionsResult, run_sessions
 
@@ -105,8 +105,7 @@ def plan_sessions(
         if slowdown is None:
             raise InvalidSetting(f"no session is long enough to be judged in {duration:g} s: simulate a longer --duration")
         raise InvalidSetting(f"this target cannot be met: sessions of a single agent take {slowdown:.2f} times as long as alone")
-    low = min(agents, largest(agents, settings, 1 + error)) if error else agents
-    high = max(agents, largest(agents, settings, 1 / (1 + error))) if error else agents
+    low, high = ends([agents], error, lambda slowdown: [agents, largest(agents, settings, slowdown)])
     sensitivity = {
         "compute": largest(agents, settings, 0.5),
         "kv": largest(agents, doubled(settings, "num_kv_blocks")),
