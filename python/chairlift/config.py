@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -13,6 +12,7 @@ from chairlift.settings import (
     LARGEST_SIZE,
     check_choice,
     check_ranges,
+    expand_paths,
     flag,
     parse_json_object,
     parse_ms_or_auto,
@@ -61,7 +61,7 @@ _IN_FILES = dict.fromkeys(
     ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"),
     "the quantization of a checkpoint is read from its files, so leave the flag out",
 )
-_EXPANDED = ("journal", "prefix_cache_dir", "chat_template")
+_PATHS = ("journal", "prefix_cache_dir", "chat_template", "lora_modules")
 """Paths whose `~` is replaced here, because several places open them."""
 _DURATIONS = ("batch_timeout_ms", "queue_ageing_ms", "target_itl_ms", "gather_ms", "max_session_wait_ms")
 LARGEST_SLOWDOWN = 1000
@@ -362,13 +362,12 @@ class EngineConfig:
         """Raises ValueError, naming the flag, for an invalid setting."""
         for item in fields(self):
             value = typed(item, getattr(self, item.name))
-            if item.name in _EXPANDED and value is not None:
-                value = os.path.expanduser(value)
             object.__setattr__(self, item.name, value)
             try:
                 check_choice(item.metadata, value)
             except ValueError as error:
                 raise ValueError(f"--{item.name.replace('_', '-')}: {error}") from None
+        expand_paths(self, _PATHS)
         check_ranges(self, _RANGES)
         for name in _DURATIONS:
             value = getattr(self, name)

@@ -44,6 +44,17 @@ def check_ranges(settings: object, ranges: Mapping[str, tuple[int, int]]) -> Non
             raise ValueError(f"--{name.replace('_', '-')} must be {limit}, got {value!s:.50}")
 
 
+def expand_paths(settings: object, names: Iterable[str]) -> None:
+    """Replaces the `~` of the paths in these fields, also where a field has several by name."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, Mapping):
+            value = {key: os.path.expanduser(path) for key, path in value.items()}
+        elif value is not None:
+            value = os.path.expanduser(value)
+        object.__setattr__(settings, name, value)
+
+
 def default_in_words(item: Field[Any]) -> str:
     """Returns a setting's default as `--help` shows it, with its unit; empty if there is none, or the help tells it."""
     value, parse = item.default, item.metadata.get("parse")

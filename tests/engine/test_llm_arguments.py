@@ -204,8 +204,9 @@ def test_settings_may_be_numbers_of_numpy():
 
 def test_home_directories_are_found(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    config = EngineConfig(journal="~/a.journal", prefix_cache_dir="~/cache")
+    config = EngineConfig(journal="~/a.journal", prefix_cache_dir="~/cache", enable_lora=True, lora_modules={"sql": "~/sql"})
     assert (config.journal, config.prefix_cache_dir) == ("/home/me/a.journal", "/home/me/cache")
+    assert config.lora_modules == {"sql": "/home/me/sql"}
 
 
 def test_a_model_may_be_a_path(tmp_path):

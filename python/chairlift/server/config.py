@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from chairlift.settings import (
     LARGEST_COUNT,
     LARGEST_SIZE,
     check_ranges,
+    expand_paths,
     flag,
     parse_duration,
     parse_host_and_port,
@@ -274,9 +274,7 @@ class ServerConfig:
         # Rejected because an unset variable in a script would give a server that looks protected and is not.
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ValueError("--api-key must not be empty, nor begin or end with a space")
-        for name in ("uds", "admin_socket", "ssl_certfile", "ssl_keyfile", "usage_log", "data_dir"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, os.path.expanduser(path))
+        expand_paths(self, ("uds", "admin_socket", "ssl_certfile", "ssl_keyfile", "usage_log", "data_dir"))
         check_ranges(self, _RANGES)
         if self.engine_listen is not None and self.engine_secret_file is None:
             raise ValueError("--engine-listen needs --engine-secret-file: make one with 'openssl rand -hex 32 > FILE; chmod 600 FILE'")
