@@ -1,12 +1,20 @@
 """`chairlift serve`: what it does before it listens."""
 
+import asyncio
 import socket
 import subprocess
 import sys
 
+import pytest
+
+from chairlift.cli import serve
 from chairlift.cli.main import main
+from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import EngineProcess
+from chairlift.errors import InvalidSetting
 from chairlift.runner import cuda
+from chairlift.server.config import ServerConfig
+from chairlift.server.model_specs import read_models
 
 START = """
 import os, subprocess, sys
@@ -72,3 +80,16 @@ def test_what_is_not_there_is_named_with_its_place_in_the_file_of_models(tmp_pat
     file.write_text(file.read_text().replace('chat-template = "/none"\n', ""))
     assert main(["serve", "--port", "0", "--models", str(file)]) == 2
     assert f"--models {file}, line 4: [b] path: there is no model '/none' here" in capsys.readouterr().err
+
+
+def test_what_the_engine_of_an_only_model_refuses_has_its_place_too(tmp_path):
+    """The engine's process knows for how long a context the model was made."""
+
+    class Engine:
+        async def start(self, since):
+            raise InvalidSetting("--max-model-len 102400: the model was made for 2048 positions")
+
+    (file := tmp_path / "models.toml").write_text('[a]\npath = "org/a"\nmax-model-len = "100k"\n')
+    [spec] = read_models(str(file), EngineConfig(), ServerConfig())
+    with pytest.raises(InvalidSetting, match=r"models\.toml, line 3: \[a\] max-model-len: --max-model-len 102400: the model was made"):
+        asyncio.run(serve.start_engine(Engine(), spec, str(file), 0.0))

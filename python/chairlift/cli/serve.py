@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from chairlift.cli import flags
 from chairlift.cli.access import Access
 from chairlift.config import DEFAULT_MODEL, EngineConfig
-from chairlift.errors import ChairliftError, InvalidSetting
+from chairlift.errors import InvalidSetting, ModelNotFound, UnsupportedModel
 from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.secret import Secret
     from chairlift.server.model_specs import ModelSpec
     from chairlift.server.supervisor import Supervisor
@@ -122,10 +123,16 @@ def _located(spec: ModelSpec, file: str | None) -> Iterator[None]:
 
     try:
         yield
-    except ChairliftError as error:
+    except (InvalidSetting, ModelNotFound, UnsupportedModel) as error:
         if file is None:
             raise
         raise InvalidSetting(f"{place_of(spec.name, str(error), file)}: {error}") from None
+
+
+async def start_engine(engine: ReplicatedEngine, spec: ModelSpec, file: str | None, started: float) -> None:
+    """Starts the engine of an only model."""
+    with _located(spec, file):
+        await engine.start(started)
 
 
 def _check(config: EngineConfig, *, looks: bool) -> None:
@@ -230,7 +237,7 @@ async def _serve(
         )
         for spec in specs
     ]
-    starting = asyncio.create_task(engines[0].start(started)) if len(specs) == 1 else None
+    starting = asyncio.create_task(start_engine(engines[0], specs[0], server.models, started)) if len(specs) == 1 else None
     # The web framework is imported while the engine's process loads the model.
     module = await asyncio.to_thread(import_module, "chairlift.server.supervisor")
     from chairlift.server.admin import serve_admin  # the supervisor has imported it
