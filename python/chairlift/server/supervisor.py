@@ -230,16 +230,16 @@ def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine
         ServedModel(
             spec.name,
             engine,
-            spec.aliases,
-            spec.tool_call_parser,
-            spec.reasoning_parser,
-            config.resume,
-            spec.keep_alive,
-            spec.priority,
-            weight_bytes(Path(spec.config.model).expanduser()),
-            config.metrics_alias == "vllm",
-            tokenizing,
-            Lifecycle(ModelState.STARTING if spec.preload or len(specs) == 1 else ModelState.UNLOADED),
+            aliases=spec.aliases,
+            tool_call_parser=spec.tool_call_parser,
+            reasoning_parser=spec.reasoning_parser,
+            resume=config.resume,
+            keep_alive=spec.keep_alive,
+            priority=spec.priority,
+            num_bytes=weight_bytes(Path(spec.config.model).expanduser()),
+            metrics_alias=config.metrics_alias == "vllm",
+            tokenizing=tokenizing,
+            lifecycle=Lifecycle(ModelState.STARTING if spec.preload or len(specs) == 1 else ModelState.UNLOADED),
         )
         for spec, engine in zip(specs, engines, strict=True)
     ]
