@@ -70,7 +70,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         return encoder_config(file, architecture)
     kind = file.get("general.architecture", str)
     assert kind is not None
-    experts, mixture = _num_experts(file, kind, architecture), architecture.mixture
+    experts = _num_experts(file, kind, architecture)
     hidden, layers = file.size(f"{kind}.embedding_length"), num_layers(file, kind)
     counts = _by_layer(file, f"{kind}.attention.head_count", layers, least=0 if architecture.recurrence else 1)
     if not (heads := max(counts)):
@@ -100,23 +100,12 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
         "dtype": "float32",
         **latent,
+        **({"norm_topk_prob": False} if experts else {}),
         **layout.constants,
     }
     if architecture.multipliers:
         config["attention_multiplier"] = head_dim**-0.5  # unless the file has another
-    if architecture.recurrence:
-        config |= _recurrence(file, kind, architecture.recurrence, kv_heads)
-    if architecture.single:
-        parts = zip(kv_heads, inner, strict=True)
-        feed = "moe" if experts else "mlp"
-        config["layers_block_type"] = ["full_attention" if heads else feed if size else "linear_attention" for heads, size in parts]
-    if mixture and experts:
-        config = {"norm_topk_prob": False} | config | _experts(file, kind, mixture, layers)
-    elif mixture and mixture.optional:
-        config |= {mixture.count: 0, mixture.shared_inner: file.size(f"{kind}.expert_shared_feed_forward_length", max(inner))}
-    for name, key in layout.keys.items():
-        if not key.optional or file.value(f"{kind}.{key.name}") not in (None, 0):
-            config[name] = _entry(file, f"{kind}.{key.name}", key)
+    config |= _parts(file, kind, architecture, kv_heads, inner, experts) | _named(file, kind, layout)
     if architecture.windows is Windows.LISTED:
         config["layer_types"] = _layer_types(file, f"{kind}.attention.sliding_window_pattern", architecture, layers)
     if layout.largest_layers is not None:
@@ -125,9 +114,34 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         config |= _variants(file, kind, config, inner, kv_heads)
     if architecture is QWEN3:
         config |= _classifier(file, kind)
-    for key_name in layout.image_keys:
-        file.value(f"{kind}.{key_name}")
     return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+
+
+def _parts(
+    file: GGUFFile, kind: str, architecture: Architecture, kv_heads: list[int], inner: list[int], experts: int | None
+) -> dict[str, Any]:
+    """Returns the entries of config.json that describe recurrent layers, layers of one part, and experts."""
+    found: dict[str, Any] = {}
+    mixture = architecture.mixture
+    if architecture.recurrence:
+        found |= _recurrence(file, kind, architecture.recurrence, kv_heads)
+    if architecture.single:
+        parts = zip(kv_heads, inner, strict=True)
+        feed = "moe" if experts else "mlp"
+        found["layers_block_type"] = ["full_attention" if heads else feed if size else "linear_attention" for heads, size in parts]
+    if mixture and experts:
+        found |= _experts(file, kind, mixture, len(inner))
+    elif mixture and mixture.optional:
+        found |= {mixture.count: 0, mixture.shared_inner: file.size(f"{kind}.expert_shared_feed_forward_length", max(inner))}
+    return found
+
+
+def _named(file: GGUFFile, kind: str, layout: GGUFFormat) -> dict[str, float]:
+    """Returns the entries of config.json whose values the file's metadata has under other names."""
+    for name in layout.image_keys:
+        file.value(f"{kind}.{name}")  # counts as read
+    names = {name: (f"{kind}.{key.name}", key) for name, key in layout.keys.items()}
+    return {name: _entry(file, at, key) for name, (at, key) in names.items() if not key.optional or file.value(at) not in (None, 0)}
 
 
 def _num_experts(file: GGUFFile, kind: str, architecture: Architecture) -> int | None:
