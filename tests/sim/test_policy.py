@@ -151,6 +151,14 @@ def test_figures_of_a_policy_that_failed_say_so(tmp_path, capsys):
         assert failure.endswith("(line 5 of p.py)")
 
 
+def test_a_comparison_with_a_policy_that_failed_says_so(tmp_path, capsys):
+    (tmp_path / "p.py").write_text("from chairlift import Policy\nclass Mine(Policy):\n    def rank(self, request):\n        1 / 0\n")
+    arguments = ["compare", "--batching", "continuous", "--policy", f"fcfs,{tmp_path}/p.py:Mine", "--num-requests", "20", "--json"]
+    assert main(arguments) == 1
+    failures = [one["policy_failure"] for one in json.loads(capsys.readouterr().out)["variants"]]
+    assert failures == [None, "ZeroDivisionError: division by zero (line 4 of p.py)"]
+
+
 def test_a_file_that_exits_as_it_is_imported_is_told_in_a_line(tmp_path):
     (tmp_path / "p.py").write_text("\nimport sys; sys.exit(3)\n")
     with pytest.raises(InvalidSetting, match=r"p.py cannot be imported: SystemExit: 3 \(line 2 of p.py\)"):

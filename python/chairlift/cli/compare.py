@@ -111,7 +111,7 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the same requests under each variant, simulated or live, and compares the results."""
+    """Runs the same requests under each variant, simulated or live, and compares the results. Returns 1 if a policy failed."""
     engine = _checked_config(args)
     workload = _workload(args, engine)
     results = []
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
             svg.write(args.output)
         if args.report:
             compare_report.page(results, svg, [note] if note else []).write(args.report)
-    return 0
+    return 1 if any(result.policy_failure for result in results) else 0
 
 
 def _checked_config(args: argparse.Namespace) -> EngineConfig:

@@ -61,6 +61,8 @@ class VariantResult:
     """Requests that were rejected or failed. No other figure includes them."""
     refused_for: Mapping[str, int] = field(default_factory=dict)
     """Number of requests that the simulator refused, by reason."""
+    policy_failure: str | None = None
+    """What the policy raised, if it is one in Python and failed: see `Result`."""
 
     @property
     def duration(self) -> float:
@@ -170,7 +172,7 @@ def from_simulation(variant: Variant, result: Result) -> VariantResult:
     spans = zip(*(done[name].tolist() for name in _TIMELINE), preempted.tolist(), strict=True)
     unserved = len(result.requests) + len(result.refused) - len(done)
     made = variant_result(variant, result.config["max_num_seqs"], spans, unserved)
-    return replace(made, refused_for=result.refused_for)
+    return replace(made, refused_for=result.refused_for, policy_failure=result.policy_failure)
 
 
 def variant_result(variant: Variant, slots: int, spans: Iterable[tuple[int, ...]], unserved: int) -> VariantResult:

@@ -52,7 +52,7 @@ def document(result: VariantResult) -> dict[str, Any]:
     """A variant's result as JSON."""
     config = result.variant.config
     named = {"name": result.variant.name, "batching": config.batching, "policy": config.scheduling_policy}
-    return named | {"figures": result.figures(), "refused_for": dict(result.refused_for)}
+    return named | {"figures": result.figures(), "refused_for": dict(result.refused_for), "policy_failure": result.policy_failure}
 
 
 def refusals(results: Sequence[VariantResult]) -> list[str]:
