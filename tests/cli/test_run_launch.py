@@ -129,9 +129,11 @@ def test_a_server_that_cannot_start_is_an_error(url, monkeypatch):
 
 
 def test_a_started_server_has_no_variables_of_another_server(url, monkeypatch):
-    for name in ("UDS", "SSL_CERTFILE", "API_KEY", "API_KEY_FILE", "OPERATOR_KEY", "MODELS", "DATA_DIR", "JOURNAL", "DEVICE"):
+    kept = ("DEVICE", "TOOL_CALL_PARSER", "REASONING_PARSER", "EXACT_HISTORY", "MAX_BODY_SIZE")
+    for name in ("UDS", "SSL_CERTFILE", "API_KEY", "API_KEY_FILE", "OPERATOR_KEY", "MODELS", "DATA_DIR", "JOURNAL", *kept):
         monkeypatch.setenv(f"CHAIRLIFT_{name}", "cpu")
-    ends = "import os; raise SystemExit([name for name in os.environ if name.startswith('CHAIRLIFT_')] != ['CHAIRLIFT_DEVICE'])"
+    names = {f"CHAIRLIFT_{name}" for name in kept}
+    ends = f"import os; raise SystemExit({{name for name in os.environ if name.startswith('CHAIRLIFT_')}} != {names})"
     monkeypatch.setattr(servers, "_command", lambda model, port: [sys.executable, "-S", "-c", ends])
     for name in [name for name in os.environ if name.startswith("CHAIRLIFT_") and os.environ[name] != "cpu"]:
         monkeypatch.delenv(name)

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,7 +26,9 @@ POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0
 """Seconds that a server which this command started gets to end its requests and exit."""
 
-_OTHER_SERVERS = {f"{ENV_PREFIX}{name.upper()}" for name in (*(field.name for field in fields(ServerConfig)), "journal")}
+_OF_MODELS = {"tool_call_parser", "reasoning_parser", "exact_history", "max_body_size"}
+"""Settings of a server that say how it uses a model."""
+_OTHER_SERVERS = {f"{ENV_PREFIX}{name.upper()}" for name in {*ServerConfig.__dataclass_fields__, "journal"} - _OF_MODELS}
 """Variables for 'chairlift serve': with them, this command's own server may have another address or model, want a key or share files."""
 
 _SERVE = """\
