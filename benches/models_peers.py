@@ -112,7 +112,7 @@ class Servers:
             stack.enter_context(server(command, "/health", folder / f"server{at}.log", environ=way.environ))
             for at, command in enumerate(way.commands)
         ]
-        self._sessions = [process.pid for _, process in started]
+        self._processes = [process for _, process in started]
         self.ports = {name: started[at][0] for name, at in way.server.items()}
 
     def wait(self) -> None:
@@ -120,13 +120,13 @@ class Servers:
         deadline = time.monotonic() + 120
         warm = [one for name in MODELS for one in [request(0.0, name)] * WARM]
         while errors := [one for one in asyncio.run(drive(self.ports, warm)) if isinstance(one, str)]:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"a server did not start: {errors}")
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
+                raise SystemExit(f"a server did not start, or ended: {errors[0]}")
             time.sleep(0.5)
 
     def memory(self) -> float:
         """MB: the proportional set sizes of all processes."""
-        return sum(session_memory(session)[1] for session in self._sessions)
+        return sum(session_memory(process.pid)[1] for process in self._processes)
 
 
 @dataclass(frozen=True)

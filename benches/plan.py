@@ -37,6 +37,7 @@ from chairlift.bench.figures import Figures
 from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.traces import TraceRequest
 from chairlift.bench.workload import Job, random_jobs, with_due_times
+from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.runner.memory.machine import usable_cores
 from chairlift.sim.calibrate import calibrate, from_journal, slowdown
 from chairlift.sim.devices import Profile
@@ -242,7 +243,7 @@ def main() -> None:
             runs = sweep(args, target, session, profile, found)
         slower = slowdown(journal, profile)
         again = None
-        with contextlib.suppress(chairlift.errors.InvalidSetting):
+        with contextlib.suppress(InvalidSetting):
             settings: dict[str, Any] = found.settings
             again = plan(mix, targets, device=from_journal(journal, args.model), config=EngineConfig(model=args.model, **settings))
     args.out.write_text(report(args, profile, found, runs, again, slower))
@@ -250,4 +251,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ChairliftError as error:
+        raise SystemExit(f"benches/plan.py: {error}") from None
