@@ -15,6 +15,7 @@ from chairlift.models import encoder
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.encoder import EncoderConfig
 from chairlift.models.fields import NoNativeModel
+from chairlift.models.rope_config import parse_temperature
 from chairlift.models.rotary import Dynamic, Linear, Llama3, LongRope, RopeConfig
 from chairlift.models.shape import KvSpec
 
@@ -77,8 +78,16 @@ def test_both_spellings_of_rope_are_read():
     scaled = RopeConfig(dim=16, theta=5e5, scaling=Linear(2.0))
     assert parse(rope_parameters=written, rope_scaling={"type": "linear", "factor": 2.0}).rope == scaled
     assert parse(rope_parameters=written, rope_scaling=None).rope == RopeConfig(dim=16, theta=5e5)
+    assert written == {"rope_type": "default", "rope_theta": 5e5}  # what is read stays as it is
     with pytest.raises(NoNativeModel, match="by kind of layer"):
         parse(rope_parameters={"full_attention": written, "sliding_attention": written})
+
+
+def test_queries_grow_from_the_length_that_the_model_was_made_for():
+    for name in ("rope_parameters", "rope_scaling"):
+        table = {"rope_type": "default", "llama_4_scaling_beta": 0.1}
+        assert parse_temperature({"max_position_embeddings": 64, name: table}) == (0.1, 64)
+        assert parse_temperature({"max_position_embeddings": 64, name: {**table, "original_max_position_embeddings": 16}}) == (0.1, 16)
 
 
 def test_sliding_windows_are_per_layer():

@@ -63,7 +63,7 @@ def read_json(directory: Path, name: str = "config.json") -> Any:
     return raw
 
 
-def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+def parse_size(raw: Mapping[str, object], name: str, default: int | None = None) -> int:
     """Returns a positive integer of 31 bits of the config. None and absence mean the default."""
     value = raw.get(name)
     value = default if value is None else value
@@ -72,14 +72,14 @@ def parse_size(raw: dict[str, Any], name: str, default: int | None = None) -> in
     return value
 
 
-def parse_layers(raw: dict[str, Any]) -> int:
+def parse_layers(raw: Mapping[str, object]) -> int:
     """Returns the number of layers."""
     if (layers := parse_size(raw, "num_hidden_layers")) > MAX_LAYERS:
         raise UnsupportedModel(f"config.json: num_hidden_layers must be at most {MAX_LAYERS}, got {layers}")
     return layers
 
 
-def parse_count(raw: dict[str, Any], name: str, default: int | None = 0) -> int:
+def parse_count(raw: Mapping[str, object], name: str, default: int | None = 0) -> int:
     """Returns an integer of the config that is not negative. Absence means the default, None means 0."""
     value = raw.get(name, default) or 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -87,7 +87,7 @@ def parse_count(raw: dict[str, Any], name: str, default: int | None = 0) -> int:
     return value
 
 
-def parse_table(raw: dict[str, Any], name: str) -> dict[str, Any]:
+def parse_table(raw: Mapping[str, object], name: str) -> Mapping[str, Any]:
     """Returns an object of the config. None and absence mean an empty one."""
     value = raw.get(name) or {}
     if not isinstance(value, dict):
@@ -95,7 +95,7 @@ def parse_table(raw: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def parse_names(raw: dict[str, Any], name: str) -> list[str] | None:
+def parse_names(raw: Mapping[str, object], name: str) -> list[str] | None:
     """Returns a list of words of the config; None if it has none."""
     value = raw.get(name)
     if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
@@ -103,7 +103,7 @@ def parse_names(raw: dict[str, Any], name: str) -> list[str] | None:
     return value
 
 
-def parse_number(raw: dict[str, Any], name: str, default: float | None = None) -> float:
+def parse_number(raw: Mapping[str, object], name: str, default: float | None = None) -> float:
     """Returns a positive finite number of the config. None and absence mean the default."""
     value = raw.get(name)
     value = default if value is None else value
@@ -117,7 +117,7 @@ def is_positive(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
-def parse_dtype(raw: dict[str, Any]) -> str | None:
+def parse_dtype(raw: Mapping[str, object]) -> str | None:
     """Returns the checkpoint's dtype as a word; None if its config does not say."""
     name = raw.get("dtype") or raw.get("torch_dtype")
     return str(name).removeprefix("torch.") if name is not None else None

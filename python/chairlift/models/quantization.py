@@ -123,7 +123,7 @@ def _unknown(method: str, unread: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"quantization_config.{name}" for name in unknown)
 
 
-def _compressed_tensors(found: dict[str, Any]) -> QuantizationScheme:
+def _compressed_tensors(found: Mapping[str, Any]) -> QuantizationScheme:
     """Documented in https://github.com/neuralmagic/compressed-tensors."""
     if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("sparse")
@@ -134,7 +134,7 @@ def _compressed_tensors(found: dict[str, Any]) -> QuantizationScheme:
     return schemes.pop()
 
 
-def _check_transforms(groups: dict[str, Any]) -> None:
+def _check_transforms(groups: Mapping[str, Any]) -> None:
     """Raises UnsupportedModel for rotations of activations (SpinQuant, QuIP), which transformers leaves out; weights hold their own."""
     places = {part["location"] for group in groups.values() for part in group["apply"]}
     if online := sorted(places - {"weight_input", "weight_output"}):
@@ -149,7 +149,7 @@ _GROUP = {
 """The settings of a group of layers, and of its weights: those that are read here, that tensors tell, or of how they were made."""
 
 
-def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
+def _group(group: Mapping[str, Any], layout: str) -> QuantizationScheme:
     weights = group["weights"]
     if unknown := [name for part in (group, weights) for name, value in part.items() if value and name not in _GROUP]:
         raise ValueError(unknown[0])
@@ -172,7 +172,7 @@ def _group(group: dict[str, Any], layout: str) -> QuantizationScheme:
     raise ValueError(f"{kind}, {layout}, {strategy}")
 
 
-def _fp8(found: dict[str, Any]) -> QuantizationScheme:
+def _fp8(found: Mapping[str, Any]) -> QuantizationScheme:
     """DeepSeek's and Qwen's fp8, with scales of blocks, or with one for each matrix."""
     if found.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(found["fmt"])
@@ -182,7 +182,7 @@ def _fp8(found: dict[str, Any]) -> QuantizationScheme:
     return QuantizationScheme("fp8", 8, _size(columns), _size(rows), per_token=columns == 0)
 
 
-def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
+def _modelopt(found: Mapping[str, Any]) -> QuantizationScheme:
     """NVIDIA's ModelOpt, documented in https://github.com/NVIDIA/Model-Optimizer: NVFP4, or e4m3 with a scale of a matrix or row."""
     algorithm = str(found["quant_algo"])
     if algorithm == "NVFP4" and found.get("group_size", NVFP4_GROUP) == NVFP4_GROUP:
@@ -192,7 +192,7 @@ def _modelopt(found: dict[str, Any]) -> QuantizationScheme:
     return QuantizationScheme("modelopt", 8, per_token=True)
 
 
-def _gptq(found: dict[str, Any]) -> QuantizationScheme:
+def _gptq(found: Mapping[str, Any]) -> QuantizationScheme:
     """Documented by AutoGPTQ and GPTQModel."""
     layout = found.get("checkpoint_format") or found.get("format") or "gptq"
     if found["bits"] not in (4, 8) or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
@@ -204,14 +204,14 @@ def _gptq(found: dict[str, Any]) -> QuantizationScheme:
     return QuantizationScheme("gptq", found["bits"], _size(found["group_size"]), zero_offset=int(layout == "gptq"), kind=kind)
 
 
-def _bitsandbytes(found: dict[str, Any]) -> QuantizationScheme:
+def _bitsandbytes(found: Mapping[str, Any]) -> QuantizationScheme:
     """Documented in https://huggingface.co/docs/bitsandbytes: 4 bits."""
     if not (found.get("load_in_4bit") or found.get("_load_in_4bit")):
         raise ValueError("8 bits")
     return QuantizationScheme("bitsandbytes", 4, kind="nf4")
 
 
-def _awq(found: dict[str, Any]) -> QuantizationScheme:
+def _awq(found: Mapping[str, Any]) -> QuantizationScheme:
     """Documented by AutoAWQ."""
     bits, version = found.get("bits", found.get("w_bit")), str(found.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm" or not found.get("zero_point", True):
@@ -219,7 +219,7 @@ def _awq(found: dict[str, Any]) -> QuantizationScheme:
     return QuantizationScheme("awq", 4, _size(found.get("group_size", found.get("q_group_size"))))
 
 
-def _mlx(found: dict[str, Any]) -> QuantizationScheme:
+def _mlx(found: Mapping[str, Any]) -> QuantizationScheme:
     """Apple's MLX: integers with scales and biases of groups. The tensors tell the bits and the group of each layer."""
     for settings in (found, *(value for value in found.values() if isinstance(value, dict))):
         if settings.get("mode", "affine") != "affine":
@@ -227,7 +227,7 @@ def _mlx(found: dict[str, Any]) -> QuantizationScheme:
     return QuantizationScheme("mlx", found["bits"], kind="integers")
 
 
-def _auto_round(found: dict[str, Any]) -> QuantizationScheme:
+def _auto_round(found: Mapping[str, Any]) -> QuantizationScheme:
     """Intel's AutoRound, which packs integers in GPTQ's or AWQ's layout: https://github.com/intel/auto-round."""
     layers = [layer for layer in (found.get("extra_config") or {}).values() if layer.get("bits", 16) < 16]  # the others are not quantised
     for settings in (found, *layers):
@@ -253,7 +253,7 @@ def _size(size: Any) -> int:
     return max(size, 0)
 
 
-METHODS: dict[str, Callable[[dict[str, Any]], QuantizationScheme]] = {
+METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationScheme]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "modelopt": _modelopt,

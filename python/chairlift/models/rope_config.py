@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from chairlift.architectures import Architecture
@@ -23,7 +24,7 @@ _KNOWN = {
 """The entries of rotary parameters that are read, or that matter for images alone."""
 
 
-def unknown_rope(raw: dict[str, Any]) -> dict[str, Any]:
+def unknown_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of rotary parameters that nothing here knows, by names such as rope_scaling.alpha."""
     found = [(name, parse_table(raw, name)) for name in ("rope_parameters", "rope_scaling")]
     found += [(name, kind) for name, table in found for kind in table.values() if isinstance(kind, dict)]
@@ -55,28 +56,30 @@ def longest_context(positions: int, rope: RopeConfig) -> int:
     return max(positions, round(rope.scaling.factor * rope.scaling.original)) if isinstance(rope.scaling, Yarn) else positions
 
 
-def parse_temperature(raw: dict[str, Any]) -> tuple[float, int] | None:
+def parse_temperature(raw: Mapping[str, Any]) -> tuple[float, int] | None:
     """Returns how queries grow with their position: the weight of the logarithm, and the positions with one factor."""
     table = rope_table(raw)
     if table.get("llama_4_scaling_beta") is None:
         return None
-    return parse_number(table, "llama_4_scaling_beta"), parse_size(table, "original_max_position_embeddings")
+    return parse_number(table, "llama_4_scaling_beta"), parse_size(
+        table, "original_max_position_embeddings", raw.get("max_position_embeddings")
+    )
 
 
-def rope_table(raw: dict[str, Any]) -> dict[str, Any]:
+def rope_table(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary parameters: `rope_parameters` of transformers 5, or the older `rope_scaling`.
 
     Users add the second to a file that has the first. As in transformers, its scaling then prevails.
     """
-    scaling, found = parse_table(raw, "rope_scaling"), parse_table(raw, "rope_parameters")
-    if scaling:
-        found = {name: found[name] for name in ("rope_theta", "partial_rotary_factor") if name in found} | scaling
+    scaling, table = parse_table(raw, "rope_scaling"), parse_table(raw, "rope_parameters")
+    kept = {name: entry for name, entry in table.items() if not scaling or name in ("rope_theta", "partial_rotary_factor")}
+    found = {**kept, **scaling}
     if raw.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     return found
 
 
-def _parse(raw: dict[str, Any], family: Architecture, theta: float, head_dim: int) -> RopeConfig:
+def _parse(raw: Mapping[str, Any], family: Architecture, theta: float, head_dim: int) -> RopeConfig:
     table = rope_table(raw)
     named = table.get("rope_type", table.get("type")) or "default"
     # Phi-3's first checkpoints say yarn.
@@ -113,7 +116,7 @@ def _rotary_dim(partial: Any, family: Architecture, head_dim: int) -> int:
     return dim
 
 
-def _scaling(kind: str, table: dict[str, Any], dim: int) -> Scaling | None:
+def _scaling(kind: str, table: Mapping[str, Any], dim: int) -> Scaling | None:
     if kind == "default":
         return None
     if kind == "linear":
@@ -135,7 +138,7 @@ def _scaling(kind: str, table: dict[str, Any], dim: int) -> Scaling | None:
     return Yarn(parse_number(table, "factor"), original, fast, slow, truncate)
 
 
-def _divisors(table: dict[str, Any], name: str, dim: int) -> tuple[float, ...]:
+def _divisors(table: Mapping[str, Any], name: str, dim: int) -> tuple[float, ...]:
     listed = table.get(name)
     sound = isinstance(listed, list) and all(map(is_positive, listed))
     if not isinstance(listed, list) or not sound or len(listed) != dim // 2:
@@ -143,7 +146,7 @@ def _divisors(table: dict[str, Any], name: str, dim: int) -> tuple[float, ...]:
     return tuple(map(float, listed))
 
 
-def _scale(kind: str, table: dict[str, Any]) -> float:
+def _scale(kind: str, table: Mapping[str, Any]) -> float:
     """Returns the factor of cosines and sines, by the rules of transformers."""
     if kind not in ("yarn", "longrope"):
         return 1.0
