@@ -69,6 +69,7 @@ def test_a_context_length_on_the_command_line_is_for_all_models(tmp_path):
         ("max-model-len", "max-model-lem", "line 8: [chat] max-model-lem: no such setting: did you mean max_model_len?"),
         ('"4k"', '"much"', "line 8: [chat] max-model-len: not a size: 'much'"),
         ('"1h"', '"soon"', "line 5: [chat] keep_alive: not a duration: 'soon'"),
+        ('"1h"', "true", "line 5: [chat] keep_alive: not a duration: 'true'"),
         ('["gpt-4o", "default"]', '"gpt-4o"', "line 4: [chat] aliases: expected a list of names"),
         ("-1", "1.5", "line 6: [chat] priority: expected a whole number"),
         ("= 3", "= 0", "line 7: [chat] weight: expected a whole number from 1 to 1000, got 0"),

@@ -16,12 +16,12 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, did_you_mean
 from chairlift.server.config import ServerConfig
 from chairlift.server.toml_file import line_of, read_toml
-from chairlift.settings import names_in_files, parse_duration, parse_entry
+from chairlift.settings import names_in_files, parse_entry
 
 _ENGINE_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig) if "help" in field.metadata}
-_PARSERS = {field.name: field for field in dataclasses.fields(ServerConfig) if field.name in ("tool_call_parser", "reasoning_parser")}
-_FLAGS = names_in_files((*_ENGINE_FIELDS.values(), *_PARSERS.values()))
-_OWN = ("path", "aliases", "keep_alive", "priority", "weight", "preload")
+_SERVER_FIELDS = {name: ServerConfig.__dataclass_fields__[name] for name in ("keep_alive", "tool_call_parser", "reasoning_parser")}
+_FLAGS = names_in_files((*_ENGINE_FIELDS.values(), *_SERVER_FIELDS.values()))
+_OWN = ("path", "aliases", "priority", "weight", "preload")
 _LARGEST_PRIORITY = _LARGEST_WEIGHT = 1000
 
 
@@ -163,10 +163,6 @@ def _setting(key: str, value: Any) -> Any:
             if not isinstance(value, list) or not all(isinstance(name, str) and name.strip() for name in value):
                 raise ValueError(f'expected a list of names, like ["gpt-4o"], got {value!r:.100}')
             return tuple(value)
-        case "keep_alive":
-            if isinstance(value, bool) or not isinstance(value, int | float | str):
-                raise ValueError(f'expected a duration, like "5m", got {value!r:.100}')
-            return parse_duration(str(value))
         case "priority":
             if type(value) is not int or abs(value) > _LARGEST_PRIORITY:
                 raise ValueError(f"expected a whole number from -{_LARGEST_PRIORITY} to {_LARGEST_PRIORITY}, got {value!r:.100}")
@@ -179,9 +175,9 @@ def _setting(key: str, value: Any) -> Any:
             if not isinstance(value, bool):
                 raise ValueError(f"expected true or false, got {value!r:.100}")
             return value
-    field = _ENGINE_FIELDS.get(key) or _PARSERS.get(key)
+    field = _ENGINE_FIELDS.get(key) or _SERVER_FIELDS.get(key)
     if field is None:
-        known = (*_OWN, *_PARSERS, *_ENGINE_FIELDS)
+        known = (*_OWN, *_SERVER_FIELDS, *_ENGINE_FIELDS)
         raise ValueError(f"no such setting{did_you_mean(key, known)}")
     return parse_entry(field, value)
 
