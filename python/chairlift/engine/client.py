@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -92,6 +92,8 @@ class AsyncEngine(EngineClient):
         self._stats = Stats()
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
+        self.new_counters: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Called when the next engine starts; `stats` has the counters of the one before until the context is entered."""
         self.on_cache_change: Callable[[bytes, bytes], None] = lambda cached, dropped: None
         """Called with the names of KV blocks that prompts can reuse now, and not any more, if there is a `hash_key`."""
         itl_ms = self.config.target_itl_ms
@@ -134,7 +136,9 @@ class AsyncEngine(EngineClient):
         if self._number is not None:
             raise ChairliftError("the engine has been started already: close it first")
         self._loop = asyncio.get_running_loop()
-        self._stats, self._phases, self._remembered, self._started = Stats(), {}, Remembered(), False
+        with self.new_counters():
+            self._stats = Stats()
+        self._phases, self._remembered, self._started = {}, Remembered(), False
         self._is_ready: asyncio.Future[None] = self._loop.create_future()
         self._closed = False
         # The process starts first, because importing torch takes longest. The model is located meanwhile.

@@ -24,7 +24,7 @@ class Replica:
         self.number = number
         self.engine = engine
         self.restarts = 0
-        """Number of times that the engine died after it had been ready, or was restarted."""
+        """Times that an engine of this number died after it had been ready, or was restarted."""
         self.draining = False
         """Whether it gets no new requests because it will be restarted."""
         self.left_out = False

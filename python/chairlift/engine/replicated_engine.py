@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -57,9 +57,12 @@ class ReplicatedEngine(ModelClient):
         """The directories of the loaded LoRA adapters, by name."""
         self.on_end: Callable[[], None] | None = None
         """Called when an engine that was ready has died, before its requests fail."""
+        self.new_counters: Callable[[Replica], AbstractContextManager[None]] = lambda replica: nullcontext()
+        """Called when an engine's counters begin anew or are forgotten, which happens in the context."""
         self._weight, self._equal_numerics = weight, equal_numerics
         self._replicas: list[Replica] = []
         self._router = None if routing is None else ReplicaRouter(routing)
+        self._restarts: dict[int, int] = {}  # by number, of engines that were removed
         self._homes: dict[int, Replica] = {}  # of live sequences, by handle
         self._ran_in: Remembered[Replica] = Remembered()
         for process in processes:
@@ -75,7 +78,9 @@ class ReplicatedEngine(ModelClient):
         engine = AsyncEngine(replace(config, journal=journal), process=process, weight=self._weight, hash_key=hash_key)
         engine.adapters = self.adapters
         replica = Replica(number, engine, self._started, process.joined.name if process.joined else None)
+        replica.restarts = self._restarts.pop(number, 0)
         engine.on_end = lambda: self._ended(replica)
+        engine.new_counters = lambda: self.new_counters(replica)
         if self._router is not None:
             engine.on_cache_change = partial(self._router.cache_changed, replica)
         self._replicas.append(replica)
@@ -83,7 +88,9 @@ class ReplicatedEngine(ModelClient):
 
     def remove(self, replica: Replica) -> None:
         """Forgets an engine that has ended, which is not the first one."""
-        self._replicas.remove(replica)
+        with self.new_counters(replica):
+            self._replicas.remove(replica)
+        self._restarts[replica.number] = replica.restarts
         if self._router is not None:
             self._router.forget(replica)
         self._homes = {handle: home for handle, home in self._homes.items() if home is not replica}
@@ -117,7 +124,11 @@ class ReplicatedEngine(ModelClient):
 
     def stats(self) -> Stats:
         """The newest counters of all engines as those of one: see `Stats.merged`."""
-        return Stats.merged([replica.engine.stats() for replica in self._replicas])
+        return Stats.merged([*self.stats_by_engine().values()])
+
+    def stats_by_engine(self) -> dict[int, Stats]:
+        """The newest counters of each engine, by its number."""
+        return {replica.number: replica.engine.stats() for replica in self._replicas}
 
     async def start(self, since: float | None = None) -> None:
         """Starts the first engine: see `AsyncEngine.start`."""

@@ -62,6 +62,7 @@ class ServedModel:
         engine, lifecycle = self.engine, self.lifecycle
         engine.on_end = lambda: lifecycle.engine_ended(serving=engine.ready)
         self.metrics = Metrics(self.name, lambda: engine.replicas, alias=self.metrics_alias)
+        engine.new_counters = self.metrics.new_counters
 
     @property
     def names(self) -> tuple[str, ...]:

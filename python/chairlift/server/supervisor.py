@@ -135,7 +135,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop, number.name)
         self._service.loop_monitor.start()
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
-        loads = [asyncio.create_task(log_load(model.engine.stats, self._label(model))) for model in self._service.models]
+        loads = [asyncio.create_task(log_load(model.engine.stats_by_engine, self._label(model))) for model in self._service.models]
         background = [] if starting is None else [starting]
         broken = False
         try:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from raw_connection import connected
+from scripted_engine import ScriptedProcess
 from server_here import serving, wait_until
 
 from chairlift.engine.engine_info import EngineInfo
@@ -342,22 +343,46 @@ def test_the_lengths_of_an_aborted_request_count(http):
 
 
 def test_counters_go_on_where_an_engine_is_started_again():
-    stats = {"generated_tokens": 100, "rejected_queue_full": 2}
+    stats = {}
     metrics = Metrics("m", lambda: [replica(stats)])
 
     def total():
         text = text_of(metrics)
         return by(text, "generation_tokens_total", "engine")["0"], by(text, "admission_rejections_total", "reason")["queue_full"]
 
+    def restart():
+        with metrics.new_counters(replica(stats)):
+            stats.clear()
+
+    restart()  # the first start
+    stats |= {"generated_tokens": 100, "rejected_queue_full": 2, "tenants": {"alice": use(5)}}
     assert total() == (100, 2)
-    stats.clear()  # it loads its model
-    assert total() == (100, 2)
+    restart()
+    assert total() == (100, 2)  # it loads its model
     stats |= {"generated_tokens": 7, "rejected_queue_full": 1}
     assert total() == (107, 3)
     stats["generated_tokens"] = 9
-    assert total() == (109, 3)
-    stats["generated_tokens"] = 1
-    assert total() == (110, 3)
+    restart()
+    stats |= {"generated_tokens": 7, "tenants": {"alice": use(5)}}
+    assert total() == (116, 3), "neither what was counted after the last scrape nor an equal count is lost"
+    assert by(text_of(metrics), "computed_tokens_by_tenant_total", "tenant") == {"alice": 10}
+
+
+def test_counters_of_an_engine_that_left_go_on_with_the_next_one_of_its_number(engine):
+    metrics = Metrics("m", lambda: engine.replicas)
+    engine.new_counters = metrics.new_counters
+
+    def totals():
+        text = text_of(metrics)
+        return [by(text, f"{name}_total", "engine")["1"] for name in ("generation_tokens", "engine_restarts")]
+
+    for expected in ([50, 1], [100, 2]):
+        joined = engine.add(ScriptedProcess(engine))
+        joined.engine.stats = lambda: Stats(generated_tokens=50)
+        joined.restarts += 1
+        assert totals() == expected
+        engine.remove(joined)
+        assert totals() == expected
 
 
 def test_rejections_are_counted_by_reason_and_failures_are_none(engine):
@@ -436,35 +461,43 @@ def test_promtool_has_nothing_to_complain_of(http, engine):
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
 
 
+def line_of(before, now):
+    """The line about one engine's load in ten seconds."""
+    return load_line({0: replace(before, slots=4)}, {0: replace(now, slots=4)}, 10)
+
+
 def test_the_load_line_tells_of_swapping_and_preemption_with_a_remedy():
     before = Stats(running=1, preemptions=4)
     now = Stats(running=1, swapped=2, preemptions=7, preemptions_for_kv_blocks=3, total_blocks=8, free_blocks=8)
-    assert load_line(before, now, 10) == (
+    assert line_of(before, now) == (
         "running 1, waiting 0, swapped 2, KV cache 0.0%, prefix hits 0.0%, prompt 0.0 tokens/s, generation 0.0 tokens/s, "
         "preemptions 3 (3 for KV blocks: raise --kv-cache-memory-bytes or lower --max-num-seqs)"
     )
     policy = Stats(running=1, preemptions=7, preemptions_for_priority=2, preemptions_for_fairness=1)
-    reported = load_line(before, policy, 10)
+    reported = line_of(before, policy)
     assert reported is not None
     assert reported.endswith("preemptions 3 (2 for a higher priority, 1 for a tenant that has used less of its share)")
-    assert load_line(Stats(), Stats(swapped=1), 10) is not None
+    assert line_of(Stats(), Stats(swapped=1)) is not None
 
 
 def test_the_load_line_tells_rates_and_is_silent_when_idle():
     quiet = Stats(computed_prompt_tokens=100, generated_tokens=50)
-    assert load_line(quiet, quiet, 10) is None
-    assert load_line(Stats(), Stats(), 10) is None
+    assert line_of(quiet, quiet) is None
+    assert line_of(Stats(), Stats()) is None
     busy = replace(quiet, computed_prompt_tokens=300, generated_tokens=100, running=2, waiting=1, total_blocks=8, free_blocks=6)
-    assert load_line(quiet, replace(busy, prefix_queries=4, prefix_hits=1), 10) == (
+    assert line_of(quiet, replace(busy, prefix_queries=4, prefix_hits=1)) == (
         "running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%, prompt 20.0 tokens/s, generation 5.0 tokens/s"
     )
-    assert "prefix hits 0.0%, cached without a state 48 tokens, prompt" in load_line(quiet, replace(busy, lost_hit_tokens=48), 10)
+    assert "prefix hits 0.0%, cached without a state 48 tokens, prompt" in line_of(quiet, replace(busy, lost_hit_tokens=48))
     disk = replace(busy, disk_blocks_read=3, disk_blocks_written=20, disk_blocks_evicted=1)
-    assert load_line(busy, disk, 10).endswith("generation 0.0 tokens/s, KV blocks on disk: 3 read, 20 written, 1 evicted")
-    assert "disk" not in load_line(disk, disk, 10)
-    assert load_line(busy, busy, 10) is not None  # something runs, though nothing moves
+    assert line_of(busy, disk).endswith("generation 0.0 tokens/s, KV blocks on disk: 3 read, 20 written, 1 evicted")
+    assert "disk" not in line_of(disk, disk)
+    assert line_of(busy, busy) is not None  # something runs, though nothing moves
     again = Stats(computed_prompt_tokens=20, generated_tokens=10, running=1)  # an engine that was started again
-    assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in load_line(busy, again, 10)
+    assert "prompt 2.0 tokens/s, generation 1.0 tokens/s" in line_of(busy, again)
+    other = replace(busy, slots=4), replace(busy, slots=4, generated_tokens=150)
+    line = load_line({0: busy, 1: other[0]}, {0: replace(again, slots=4), 1: other[1]}, 10)
+    assert "prompt 2.0 tokens/s, generation 6.0 tokens/s" in line, "the other engine is not counted from 0"
 
 
 @pytest.mark.parametrize("body", ["in one piece", "in two pieces"])

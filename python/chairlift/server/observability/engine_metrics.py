@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Metric
@@ -123,6 +125,10 @@ class _UsageByLabel:
             values = {label: self._sums[label][key] * unit for label in now}
             yield _counter(f"{name}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
 
+    def end(self) -> None:
+        """Takes the next usage for that of another engine, which counts from 0."""
+        self._before = {}
+
 
 def _tenants(usage: _Usage) -> dict[Any, str]:
     largest = set(heapq.nlargest(MAX_TENANTS, usage, key=lambda name: usage[name]["computed_tokens"]))
@@ -137,20 +143,36 @@ class AllEngineMetrics(Collector):
     """The metrics of all engines of a model.
 
     `rejected` counts, by reason, the requests that never reached an engine; the first engine's metrics have them. The counters of an engine
-    that is gone stay.
+    that is gone stay: see `new_counters`.
     """
 
     def __init__(self, labels: Mapping[str, str], replicas: Callable[[], Iterable[Replica]], rejected: Mapping[str, int]) -> None:
         self._labels = labels
         self._replicas = replicas
         self._engines = {0: EngineMetrics(labels, rejected)}
+        self._lock = threading.Lock()  # metrics are collected in a thread of their own
 
     def collect(self) -> Iterator[Metric]:
         """Yields one family for each metric, with the samples of all engines."""
-        present = {replica.number: replica for replica in self._replicas()}
-        for number in present.keys() - self._engines.keys():
+        with self._lock:
+            present = {replica.number: replica for replica in self._replicas()}
+            for number in present:
+                self._engine(number)
+            engines = sorted(self._engines.items())
+            families = merged(family for number, engine in engines for family in engine.families(present.get(number)))
+        yield from families
+
+    @contextmanager
+    def new_counters(self, replica: Replica) -> Iterator[None]:
+        """Keeps what an engine has counted; in the context it counts from 0 again, or goes."""
+        with self._lock:
+            self._engine(replica.number).end(replica)
+            yield
+
+    def _engine(self, number: int) -> EngineMetrics:
+        if number not in self._engines:
             self._engines[number] = EngineMetrics({**self._labels, "engine": str(number)}, dict.fromkeys(REJECTIONS, 0))
-        yield from merged(family for number, engine in sorted(self._engines.items()) for family in engine.families(present.get(number)))
+        return self._engines[number]
 
 
 def merged(families: Iterable[Metric]) -> list[Metric]:
@@ -233,15 +255,22 @@ class EngineMetrics:
             config = {label: str(getattr(info, name)) for label, name in _CONFIG.items()}
             yield _gauge("cache_config_info", "Size of the KV cache and limits, as labels; always 1.", {**common, **config}, {None: 1})
 
+    def end(self, replica: Replica) -> None:
+        """Keeps the last counters of an engine."""
+        for _ in self.families(replica):
+            pass  # reads them
+        for key, count in self._newest.items():
+            self._before[key] += count
+        self._newest.clear()
+        for usage_by_label in self._usage_by_label.values():
+            usage_by_label.end()
+
     def _count(self, key: str) -> float:
         """Returns one of the engine's counters, summed over all engines."""
         return self._total(key, getattr(self._stats, key))
 
     def _total(self, key: str, now: float) -> float:
         """Returns a counter that stands at `now` in this engine, summed over all engines."""
-        newest = self._newest.get(key, 0)
-        if now < newest:
-            self._before[key] += newest
         self._newest[key] = now
         return self._before[key] + now
 

@@ -6,16 +6,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from chairlift import process_log
+from chairlift.engine.stats import Stats
 from chairlift.server.observability.engine_stats import increase
 from chairlift.server.observability.request_context import CURRENT_REQUEST
 from chairlift.timeline import PREEMPTION_REASONS
-
-if TYPE_CHECKING:
-    from chairlift.engine.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +48,12 @@ class JsonFormatter(process_log.JsonFormatter):
         return line
 
 
-def load_line(before: Stats, now: Stats, seconds: float) -> str | None:
-    """Describes the change between two readings of the engine's counters, `seconds` apart; None if the engine was idle."""
+def load_line(earlier: Mapping[int, Stats], later: Mapping[int, Stats], seconds: float) -> str | None:
+    """Describes the change between two readings of the engines' counters by number, `seconds` apart; None if all were idle."""
+    now = Stats.merged([*later.values()])
 
-    def since(key: str) -> float:
-        return increase(getattr(before, key), getattr(now, key))
+    def since(key: str) -> float:  # of each engine: one that was restarted counts from 0, beside others that go on
+        return sum(increase(getattr(earlier.get(number, Stats()), key), getattr(stats, key)) for number, stats in later.items())
 
     prompt, generated = since("computed_prompt_tokens"), since("generated_tokens")
     if not (prompt or generated or now.running or now.waiting or now.swapped):
@@ -78,8 +76,8 @@ def load_line(before: Stats, now: Stats, seconds: float) -> str | None:
     return text
 
 
-async def log_load(stats: Callable[[], Stats], label: str = "") -> None:
-    """Logs the line forever, after `label`, with averages over the last interval."""
+async def log_load(stats: Callable[[], Mapping[int, Stats]], label: str = "") -> None:
+    """Logs the line forever, after `label`, with averages over the last interval. `stats` returns the stats of each engine by number."""
     before, since = stats(), time.monotonic()
     while True:
         await asyncio.sleep(INTERVAL)

@@ -76,7 +76,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._alias, self._labels = alias, labels
         self._rejected = dict.fromkeys(REJECTIONS, 0)
-        self.registry.register(AllEngineMetrics(labels, replicas, self._rejected))
+        engines = AllEngineMetrics(labels, replicas, self._rejected)
+        self.new_counters = engines.new_counters
+        self.registry.register(engines)
 
         self._latencies = AllLatencies(labels)
         self.registry.register(self._latencies)
