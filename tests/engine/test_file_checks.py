@@ -70,6 +70,8 @@ def test_the_journal_of_a_running_engine_is_left_to_it(tmp_path):
     path = tmp_path / "day.journal"
     path.write_text("yesterday")
     journal = Journal(str(path))
+    assert path.read_text() == "yesterday", "the engine may fail to start"
+    journal.begin()
     journal.append(b"today", flush=True)
     for use in (Journal, check_journal):
         with pytest.raises(InvalidSetting, match=f"--journal {path}: another engine writes it: close that one, or name another file"):
@@ -77,8 +79,22 @@ def test_the_journal_of_a_running_engine_is_left_to_it(tmp_path):
     assert path.read_text() == "today"
     journal.close()
     check_journal(str(path))
-    Journal(str(path)).close()
-    assert path.read_text() == ""
+
+
+def test_an_engine_has_its_journal_while_it_loads_and_leaves_it_if_that_fails(tmp_path, monkeypatch):
+    (path := tmp_path / "day.journal").write_text("yesterday")
+
+    def load(model, *rest):
+        with pytest.raises(InvalidSetting, match="another engine writes it"):
+            Engine(EngineConfig(model=model, journal=str(path)))
+        raise ModelNotFound("there is none")
+
+    monkeypatch.setattr("chairlift.engine.engine.locate", load)
+    with pytest.raises(ModelNotFound) as failed:
+        Engine(EngineConfig(model="m", journal=str(path)))
+    check_journal(str(path))  # although the error still refers to the engine
+    assert path.read_text() == "yesterday"
+    del failed
 
 
 def test_the_journal_of_a_restarted_engine_keeps_those_before_it(tmp_path):

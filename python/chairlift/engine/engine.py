@@ -70,6 +70,19 @@ class Engine:
         """With a `hash_key` of 16 bytes, steps report what the prefix cache gains and loses, by names under this key."""
         self.config = config
         check_files(config)
+        # Before the weights are loaded, so that of two engines with one journal the second is refused at once.
+        self._journal = None if config.journal is None else Journal(config.journal)
+        try:
+            self._start(config, on_phase, hash_key)
+            if self._journal is not None:
+                self._journal.begin()  # last: an engine that cannot start leaves what an earlier one wrote
+        except BaseException:
+            if self._journal is not None:
+                self._journal.close()
+            raise
+
+    def _start(self, config: EngineConfig, on_phase: Callable[[str, float], None], hash_key: bytes) -> None:
+        """Loads the model and prepares what requests need."""
         directory = locate(config.model, config.revision, config.cache_dir)
         eos = eos_token_ids(directory, config.tokenizer)
         sampling = recommended_sampling(directory) if config.generation_config == "auto" else {}
@@ -93,8 +106,6 @@ class Engine:
         contents = None if self._disk_cache is None else self._disk_cache.contents
         self.info = replace(info, adapter_digests=self._adapters.digests, disk_cache=contents)
         self._kv_blocks = None if config.num_kv_blocks is not None else runner.kv_blocks
-        # Last, so that an engine that could not start has no lock on it and leaves what an earlier one wrote.
-        self._journal = None if config.journal is None else Journal(config.journal)
 
     @property
     def has_work(self) -> bool:

@@ -27,7 +27,7 @@ class Journal:
     """An append-only file of one engine. If a write fails, the journal ends with a warning and the engine continues."""
 
     def __init__(self, path: str) -> None:
-        """Creates or truncates the file. Raises InvalidSetting if that fails, or another engine writes the file."""
+        """Opens the file, or creates it, for one engine. Raises InvalidSetting if that fails, or another engine writes the file."""
         try:
             # Readable by the owner only, because it contains tenants' names and hashes of prompts.
             self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_own)  # noqa: SIM115 (open for as long as the engine is)
@@ -35,6 +35,11 @@ class Journal:
             raise _unwritable(path, error) from None
         self._flush_due = time.monotonic() + FLUSH_SECONDS
         _opened.add(self)
+
+    def begin(self) -> None:
+        """Empties the file, once the engine can write to it."""
+        if self._file is not None and _is_regular(self._file.fileno()):
+            self._file.truncate(0)
 
     def append(self, record: bytes, *, flush: bool) -> None:
         """Appends records; `flush` writes the buffer to the file."""
@@ -127,11 +132,8 @@ def _private(path: str, flags: int) -> int:
 
 
 def _own(path: str, flags: int) -> int:
-    """Opens a file for one engine. It is truncated once no other engine can be writing it."""
-    handle = _locked(_private(path, flags & ~os.O_TRUNC))
-    if _is_regular(handle):
-        os.ftruncate(handle, 0)
-    return handle
+    """Opens a file for one engine, and leaves what is in it."""
+    return _locked(_private(path, flags & ~os.O_TRUNC))
 
 
 def _locked(handle: int) -> int:
