@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from chairlift.server.errors import ApiError
 from chairlift.server.storage import batches
 from chairlift.server.storage.batches import NO_ROOM, Answer, Batches, BatchRequest, Status, output_line
-from chairlift.server.storage.database import _SCHEMA, _VERSION, Database
+from chairlift.server.storage.database import _SCHEMA, _VERSION, RESERVE_BYTES, Database
 from chairlift.server.storage.files import ANSWERS_SHARE, Files
 
 LIMIT = 40_000
@@ -122,26 +122,66 @@ class Calls:
             await self.storage.batches.finish(batch, status, json.dumps({"code": "batch_expired", "message": "It expired."}))
 
 
-def test_a_file_whose_deletion_cannot_be_committed_keeps_its_content(tmp_path, monkeypatch):
-    storage = Storage(tmp_path)
-    file = asyncio.run(store(storage, "alice", 10))
+def fail(storage, monkeypatch, name, where=lambda: True):
+    """Lets transactions that write end with SQLite's error `name`, as long as `where` says so."""
     connection = storage.database._connection  # noqa: SLF001
+    before = 0
 
-    class FullDisk:
+    class BadDisk:
         def __getattr__(self, name):
             return getattr(connection, name)
 
         def execute(self, query, *values):
-            if query == "COMMIT":
-                error = sqlite3.OperationalError("database or disk is full")
-                error.sqlite_errorname = "SQLITE_FULL"
+            nonlocal before
+            if query == "BEGIN IMMEDIATE":
+                before = connection.total_changes
+            if query == "COMMIT" and connection.total_changes > before and where():
+                error = sqlite3.OperationalError("a failure")
+                error.sqlite_errorname = name
                 raise error
             return connection.execute(query, *values)
 
-    monkeypatch.setattr(storage.database, "_connection", FullDisk())
-    with pytest.raises(ApiError, match="disk is full"):
-        asyncio.run(storage.files.delete("alice", file.id))
-    monkeypatch.undo()
+    monkeypatch.setattr(storage.database, "_connection", BadDisk())
+
+
+def test_on_a_full_disk_batches_can_be_cancelled_and_files_deleted(tmp_path, monkeypatch):
+    storage = Storage(tmp_path)
+    reserve = tmp_path / "reserve"
+    taken = []
+
+    def full():
+        if full := reserve.exists():
+            taken.append(reserve.stat().st_size)
+        return full
+
+    async def work():
+        file, other = [await store(storage, "alice", 10) for _ in range(2)]
+        batch = await storage.batches.create("alice", file.id, None, None, None)
+        fail(storage, monkeypatch, "SQLITE_FULL", full)
+        with pytest.raises(ApiError, match="disk is full"):
+            await store(storage, "alice", 10)
+        with pytest.raises(ApiError, match="disk is full"):
+            await storage.batches.start(batch, [BatchRequest(1, "request-1", 0, 1)])
+        assert (await storage.batches.get("alice", batch.id)).status is Status.VALIDATING, "it is started when there is space"
+        assert (await storage.batches.cancel("alice", batch.id)).status is Status.CANCELLING
+        await storage.files.delete("alice", other.id)
+        monkeypatch.undo()
+        await storage.batches.finish(await storage.batches.get("alice", batch.id), Status.CANCELLED, None)
+
+    asyncio.run(work())
+    assert set(taken) == {RESERVE_BYTES}, "it is filled again"
+    storage.check()
+
+
+def test_a_file_whose_deletion_cannot_be_committed_keeps_its_content(tmp_path, monkeypatch):
+    storage = Storage(tmp_path)
+    file = asyncio.run(store(storage, "alice", 10))
+    for name, status, message in (("SQLITE_FULL", 507, "disk is full"), ("SQLITE_IOERR_WRITE", 503, "cannot read or write its data")):
+        fail(storage, monkeypatch, name)
+        with pytest.raises(ApiError, match=message) as failed:
+            asyncio.run(storage.files.delete("alice", file.id))
+        assert failed.value.status == status
+        monkeypatch.undo()
     storage.check()
     asyncio.run(storage.files.delete("alice", file.id))
     storage.check()

@@ -217,6 +217,8 @@ class Batches:
         try:
             await self._database.run(work)
         except ApiError as refusal:
+            if refusal.status != 400:
+                raise  # the disk is full or fails, and the caller tries again
             await self.fail(batch, [{"code": "file_quota_exceeded", "message": str(refusal), "param": None, "line": None}])
 
     async def fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
@@ -305,10 +307,11 @@ class Batches:
     async def remove_old(self) -> None:
         """Forgets batches that ended long ago."""
         before = int(time.time()) - KEPT_SECONDS
-        await self._database.run(lambda connection: connection.execute("DELETE FROM batches WHERE ended_at < ?", (before,)))
+        await self._database.run(lambda connection: connection.execute("DELETE FROM batches WHERE ended_at < ?", (before,)), frees=True)
 
     async def _move(self, id: str, before: Sequence[Status], status: Status, changes: Mapping[str, Any] | None = None) -> bool:
-        return await self._database.run(partial(_set_status, id=id, before=before, status=status, changes=changes))
+        # On a full disk a batch can be cancelled, and then the file that it reads can be deleted.
+        return await self._database.run(partial(_set_status, id=id, before=before, status=status, changes=changes), frees=True)
 
 
 def _check_open(connection: Connection, tenant: str) -> None:

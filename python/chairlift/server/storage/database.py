@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +18,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _VERSION = 2
+
+RESERVE_BYTES = 8 << 20
+"""Bytes of a file that is removed when a transaction that frees space finds the disk full. SQLite's log takes 4 MiB before it is reused."""
 
 REQUEST_BYTES = "(512 + 12 * length(custom_id))"
 """What a batch's request without an answer holds, in SQL: no error line that this server writes for it is longer."""
+
+DISK_FULL = 507
+"""The status of errors for want of space on the disk."""
+
+_DISK_ERRORS = ("SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_CORRUPT", "SQLITE_NOTADB")
+"""How the names of SQLite's errors begin that the disk causes: a quota that is used up is SQLITE_IOERR_WRITE."""
 
 _SCHEMA = f"""
 CREATE TABLE files (
@@ -65,22 +78,24 @@ class Database:
 
         self._thread = ThreadPoolExecutor(1, "chairlift-data")
         self._closed = False
+        self._reserve = directory / "reserve"
         try:
             self._connection: sqlite3.Connection = self._thread.submit(_open, directory / "chairlift.sqlite3").result()
         except (OSError, sqlite3.Error) as error:
             self._thread.shutdown()
             reason = "another process uses it" if "locked" in str(error) else str(error)
             raise InvalidSetting(f"--data-dir {directory}: {reason}") from None
+        self._fill_reserve()
 
-    async def run(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
+    async def run(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None, *, frees: bool = False) -> T:
         """Returns `work(connection)`, committed to the disk; an exception rolls back.
 
-        Raises ApiError: 503 after `close`, 507 if the disk is full. `then` is called with the result after the commit, even if the
-        caller is cancelled meanwhile.
+        Raises ApiError: 503 after `close` and if the disk fails, 507 if it is full. `then` is called with the result after the commit, even
+        if the caller is cancelled meanwhile. Work that `frees` space is done again with the reserve if the disk is full.
         """
         if self._closed:
             raise unavailable("the server is shutting down", "shutting_down", 5)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, then)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, then, frees)
 
     def run_now(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Like `run`, for use outside of an event loop."""
@@ -92,20 +107,47 @@ class Database:
         self._thread.submit(self._connection.close).result()
         self._thread.shutdown()
 
-    def _transact(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
-        self._connection.execute("BEGIN IMMEDIATE")
+    def _transact(self, work: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None, frees: bool = False) -> T:
         try:
+            result = self._commit(work)
+        except ApiError as error:
+            if not frees or error.status != DISK_FULL:
+                raise
+            self._reserve.unlink(missing_ok=True)
+            result = self._commit(work)
+        if then is not None:
+            then(result)
+        if frees:
+            self._fill_reserve()
+        return result
+
+    def _commit(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
             result = work(self._connection)
             self._connection.execute("COMMIT")
         except BaseException as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-            if getattr(error, "sqlite_errorname", None) == "SQLITE_FULL":
-                raise ApiError(507, "the server's disk is full", type="server_error", code="insufficient_storage") from error
+            name = getattr(error, "sqlite_errorname", "")
+            if name == "SQLITE_FULL":
+                raise ApiError(DISK_FULL, "the server's disk is full", type="server_error", code="insufficient_storage") from error
+            if name.startswith(_DISK_ERRORS):
+                logger.error("the database in --data-dir: %s (%s)", error, name)
+                message = f"the server cannot read or write its data directory ({name}): its log has more"
+                raise unavailable(message, "storage_failed", 30) from error
             raise
-        if then is not None:
-            then(result)
         return result
+
+    def _fill_reserve(self) -> None:
+        """Takes the space of the reserve, as far as there is some."""
+        try:
+            if not self._reserve.exists() or self._reserve.stat().st_size < RESERVE_BYTES:
+                self._reserve.write_bytes(
+                    os.urandom(1 << 20) * (RESERVE_BYTES >> 20)
+                )  # zeros take no space on a file system that compresses
+        except OSError as error:
+            logger.warning("%s could not be written: on a full disk, files may not be deletable: %s", self._reserve, error.strerror)
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -128,7 +128,7 @@ class Files:
             if reader is None:
                 self.path(id).unlink(missing_ok=True)
 
-        if (batch := await self._database.run(work, remove)) is not None:
+        if (batch := await self._database.run(work, remove, frees=True)) is not None:
             raise ApiError(409, f"the batch {batch} reads this file: cancel it first", param="file_id", code="file_in_use")
 
     async def remove_expired(self) -> None:
@@ -143,7 +143,7 @@ class Files:
             for id in ids:
                 self.path(id).unlink(missing_ok=True)
 
-        await self._database.run(work, remove)
+        await self._database.run(work, remove, frees=True)
 
     async def content(self, file: StoredFile) -> AsyncGenerator[bytes]:
         """Yields the bytes of a file; raises ApiError 404 if it has been deleted meanwhile."""
