@@ -270,6 +270,21 @@ def test_a_preempted_sequence_leaves_nothing_in_its_slot(make, monkeypatch):
     assert slots == set()
 
 
+def test_a_sequence_that_is_aborted_or_late_leaves_nothing_in_its_slot(make, monkeypatch, clock):
+    engine, slots = make(), set()
+    monkeypatch.setattr(engine.runner, "add_request", lambda slot, *given, **rest: slots.add(slot))
+    monkeypatch.setattr(engine.runner, "remove_request", slots.discard)
+    add(engine, 1, max_tokens=48)
+    engine.add(EngineRequest.of(2, [1] * 2, SamplingParams(max_tokens=48, ignore_eos=True), Scheduling(deadline_ms=3_600_000)))
+    engine.step()
+    assert len(slots) == 2
+    assert engine.abort(1)
+    assert len(slots) == 1
+    clock[0] += 2 * 3_600_000_000
+    engine.step()
+    assert slots == set()
+
+
 def test_what_the_core_refuses_is_said_in_our_words_and_leaves_nothing(make, monkeypatch):
     engine = make(max_num_queued_reqs=1)
     add(engine, 1)
@@ -331,6 +346,8 @@ def test_the_next_step_is_launched_before_this_one_is_collected_and_sampled_afte
     assert core.calls == ["expire", "plan", "swap", "launch 3 in 0", "collect 2", "commit", ("remove", 0), "sample 3"]
     core.calls.clear()
     assert engine.abort(3)
+    assert core.calls == [("remove", 1)]
+    core.calls.clear()
     assert engine.has_work, "a step is under way"
     assert engine.step() is not None
     assert core.calls == ["expire", "plan", "collect 3", "commit"]

@@ -60,6 +60,8 @@ def test_the_number_of_long_texts_is_bounded() -> None:
 def test_a_short_text_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
     tiny_encoders.write("Bert", tmp_path)
     engine = Engine(EngineConfig(model=str(tmp_path), threads=2, max_num_seqs=STEP, max_num_batched_tokens=STEP))
+    states = MAX_LONG_TEXTS * (engine.info.max_text_len or 0) * engine.runner.model_config.hidden_size * 4
+    assert engine.info.num_bytes == engine.info.checkpoint.weight_bytes + states > states > 0
 
     def step() -> dict[int, bytes]:
         outputs = engine.step()
@@ -85,6 +87,7 @@ def test_a_short_text_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
         if tag == 2:
             # Its slot's next text begins anew.
             engine.abort(tag)
+            assert not len(engine.runner._long)  # type: ignore[attr-defined]  # noqa: SLF001
     found: dict[int, bytes] = {}
     while len(found) < 2:
         found |= step()

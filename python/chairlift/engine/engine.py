@@ -267,7 +267,10 @@ class Engine:
         """
         now = clock.now()
         self._energy.read(now)
+        state = self._sequences.get(tag)
         found = self._sequences.abort(tag, now, stopped=stopped)
+        if state is not None:
+            self._steps.free(tag, state.slot)
         if found:
             self._write_journal()
         return found
@@ -432,7 +435,7 @@ class Engine:
         """Ends the requests that missed their deadlines and returns their timelines."""
         expired = self._scheduler.expire(now)
         for timeline in expired:
-            self._sequences.forget(timeline["tag"])
+            self._steps.remove(timeline["tag"])
         return expired
 
     def _discard_blocks(self) -> None:

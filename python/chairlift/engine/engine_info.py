@@ -57,7 +57,7 @@ class EngineInfo:
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     num_bytes: int = 0
-    """Bytes of the weights, the KV cache and the recurrent states."""
+    """Bytes of the weights, the KV cache, the recurrent states and the texts that are computed in parts."""
     shared_bytes: int = 0
     """The part of `num_bytes` that the models of a process use together (see `kv_sharing`)."""
     energy_method: str | None = None
@@ -125,7 +125,7 @@ def engine_info(
         block_size=config.block_size,
         max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=runner.max_num_batched_tokens,
-        num_bytes=weight_bytes(directory) + runner.kv_cache_bytes + runner.state_bytes,
+        num_bytes=weight_bytes(directory) + runner.kv_cache_bytes + runner.state_bytes + runner.long_texts_bytes,
         shared_bytes=runner.kv_cache_bytes if runner.kv_blocks is not None and config.num_kv_blocks is None else 0,
         energy_method=None if config.energy_meter == "none" else config.energy_meter.partition(":")[0],
         decisions=[list(decision) for decision in decisions],

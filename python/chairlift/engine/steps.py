@@ -138,7 +138,7 @@ class Steps:
             if (request := self._sequences.get(tag)) is not None and request.slot == slot:
                 # Before the commit, so that the prefix cache does not keep blocks that were not computed.
                 self._scheduler.fail(request.seq, clock.now())
-                self._remove(tag)
+                self.remove(tag)
                 timeline = self._scheduler.explain(tag)
                 assert timeline is not None  # it has just ended
                 starved.append(timeline)
@@ -160,7 +160,7 @@ class Steps:
         self._energy.read_before_commit(plan, sampled.tokens, now)
         outputs = self._scheduler.commit(plan, sampled.tokens, now)
         for timeline in outputs.ended:
-            self._remove(timeline["tag"])
+            self.remove(timeline["tag"])
         return outputs
 
     def sequence_tags(self, step: Step) -> list[int]:
@@ -168,6 +168,15 @@ class Steps:
         slots = self._runner.buffers[step.buffer_index].batch_slots[: step.sizes.seqs]
         tags: list[int] = self._slot_tags[slots].tolist()
         return tags
+
+    def remove(self, tag: int) -> None:
+        """Forgets a sequence that has ended and frees its slot."""
+        self.free(tag, self._sequences.forget(tag).slot)
+
+    def free(self, tag: int, slot: int | None) -> None:
+        """Frees the last slot of a sequence that has ended, unless another sequence has it."""
+        if slot is not None and self._slot_tags[slot] == tag:
+            self._runner.remove_request(slot)
 
     def discard(self) -> None:
         """Commits all steps without tokens. Their sequences must have ended."""
@@ -187,12 +196,6 @@ class Steps:
             tag = int(self._slot_tags[slot])
             if (request := self._sequences.get(tag)) is not None and request.slot == slot:
                 self._assign_slot(slot, request.seq, tag)
-
-    def _remove(self, tag: int) -> None:
-        """Forgets a sequence that has ended and frees its slot, unless another sequence has it."""
-        slot = self._sequences.forget(tag).slot
-        if slot is not None and self._slot_tags[slot] == tag:
-            self._runner.remove_request(slot)
 
     def _assign_slot(self, slot: int, seq: int, tag: int) -> None:
         """Adds a sequence to the runner. If its sampling parameters fail there, only this sequence ends."""

@@ -18,7 +18,7 @@ from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
 from chairlift.runner.cpu_encoder import build_encoder
 from chairlift.runner.interface import Runner
-from chairlift.runner.long_texts import LongTexts
+from chairlift.runner.long_texts import LongTexts, long_texts_bytes
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import decide
@@ -54,7 +54,9 @@ class EncoderRunner(Runner):
         byte_products = _core.byte_products(config.cpu_isa) and (
             config.cpu_math != "auto" or _core.bf16_products(config.cpu_isa) != "tiles"
         )
-        precision = decide(config, model, available_memory(), weights.sizes(), byte_products=byte_products)
+        self.long_texts_bytes = long_texts_bytes(self.longest, config.step_tokens, model.hidden_size)
+        available = available_memory() - self.long_texts_bytes
+        precision = decide(config, model, available, weights.sizes(), byte_products=byte_products)
         device = "encoders are computed by the CPU kernels" if config.device == "auto" else asked("--device")
         self.decisions = (
             Decision("code", f"{model.architecture}, in Rust", "the CPU kernels support it"),

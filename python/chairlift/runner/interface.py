@@ -64,6 +64,8 @@ class Runner(ABC):
     """KV blocks in host memory, for swapped-out sequences."""
     kv_cache_bytes: int = 0
     """Bytes of all KV blocks on the device."""
+    long_texts_bytes: int = 0
+    """Most bytes of texts that are computed in parts."""
     swap_ns_per_block: int = 0
     """Nanoseconds to copy one block to the host or back."""
     state_slots: int = 0

@@ -12,6 +12,11 @@ MAX_LONG_TEXTS = 4
 """Long texts whose states are kept between steps. Others are computed whole, so that many of them take no more memory."""
 
 
+def long_texts_bytes(longest: int, step_tokens: int, hidden_size: int) -> int:
+    """Most bytes that the states of long texts take: 32 bits for each number of each token."""
+    return MAX_LONG_TEXTS * longest * hidden_size * 4 if longest > step_tokens else 0
+
+
 class Blocks(Protocol):
     """The part of `_core.Encoder` that computes texts in parts."""
 
