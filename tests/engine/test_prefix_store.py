@@ -94,6 +94,18 @@ def test_files_that_are_no_blocks_stop_neither_the_start_nor_a_writer(tmp_path):
     assert sum(path.stat().st_size for path in files(tmp_path) if path.is_file()) <= 4000
 
 
+def test_files_of_others_are_neither_counted_nor_deleted(tmp_path):
+    chain(PrefixStore(str(tmp_path / "kv"), 1 << 20, PRINT), 2, b"x" * 1000)
+    others = [tmp_path / "kv" / name for name in ("photos/1.jpg", "photos/notes", f"{PRINT}/notes", f"photos/{PRINT}")]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"p" * 9000)
+        os.utime(path, (0, 0))
+    assert PrefixStore(str(tmp_path / "kv"), 4000, PRINT).blocks_evicted == 0
+    assert PrefixStore(str(tmp_path / "kv"), 1000, PRINT).blocks_evicted == 2
+    assert files(tmp_path) == sorted(others)
+
+
 def test_a_block_that_another_process_deletes_meanwhile_stops_nobody(tmp_path, monkeypatch):
     names = chain(PrefixStore(str(tmp_path / "kv"), 1 << 20, PRINT), 8, b"x" * 1000)
     parent = prefix_store._parent  # noqa: SLF001

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import stat
 import threading
 import time
@@ -22,6 +23,8 @@ TEMPORARY_SECONDS = 3600.0
 """A file that is older and was not renamed is no longer written."""
 _MAGIC = b"chairlift-kv-1\n\0"
 _DIGEST_BYTES = 16
+_OWN = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}(\.\d+-\d+)?")
+"""The folder and the name of each file of a store. The directory may have others, which the user has put there."""
 
 
 class PrefixStore:
@@ -114,6 +117,8 @@ class PrefixStore:
         used: dict[Path, int] = {}
         written = time.time() - TEMPORARY_SECONDS
         for path in self._directory.glob("*/*"):
+            if not _OWN.fullmatch(f"{path.parent.name}/{path.name}"):
+                continue
             with suppress(OSError):  # another process has deleted it
                 found = path.stat()
                 if stat.S_ISREG(found.st_mode) and (not path.suffix or found.st_mtime < written):
