@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,10 +49,13 @@ def run(args: argparse.Namespace) -> int:
     shadow, parent = Shadow(args.file, lambda recorded: apply(recorded, changes)), os.getppid()
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in changes.items())
 
-    def report(document: Mapping[str, Any]) -> None:
-        print(json.dumps({"settings": settings, **document}) if args.json else text(document), flush=True)
+    reports = sys.stdout
 
-    follow(shadow, report, lambda: os.getppid() == parent)
+    def report(document: Mapping[str, Any]) -> None:
+        print(json.dumps({"settings": settings, **document}) if args.json else text(document), file=reports, flush=True)
+
+    with contextlib.redirect_stdout(sys.stderr):  # the server reads reports alone, and a policy may print
+        follow(shadow, report, lambda: os.getppid() == parent)
     return 0
 
 

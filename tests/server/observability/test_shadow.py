@@ -49,6 +49,20 @@ def reported(shadow):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_what_a_policy_prints_is_no_report(monkeypatch, capfd, tmp_path):
+    def follow(shadow, report, goes_on):
+        print("the queue is long")
+        report({"settings": "x"})
+
+    monkeypatch.setattr("chairlift.sim.shadow.follow", follow)
+    monkeypatch.setattr("chairlift.sim.shadow.Shadow", lambda file, settings: None)
+    monkeypatch.setattr("os.nice", lambda steps: None)
+    assert main(["shadow", str(tmp_path / "day.journal"), "--policy", "fair", "--json"]) == 0
+    written = capfd.readouterr()
+    assert json.loads(written.out) == {"settings": "x"}
+    assert "the queue is long" in written.err
+
+
 def test_the_last_report_is_in_the_metrics_of_the_operator_alone():
     shadow = reporting(json.dumps(report()))
     reported(shadow)
