@@ -355,6 +355,12 @@ def test_a_unix_socket_is_for_its_user_alone(tmp_path):
         dead.bind(str(path))
     with open_path(str(path), 0o600):  # nobody listens at it any more
         pass
+    with open_path(str(path), 0o600):
+        path.unlink()
+        next_server = open_path(str(path), 0o600)
+        next_server.__enter__()
+    assert path.exists(), "it is another server's by now"
+    next_server.__exit__(None, None, None)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PortTaken, match="there is a file of that name"), open_path(str(tmp_path / "file"), 0o600):
         pass

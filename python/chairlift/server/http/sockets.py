@@ -59,12 +59,14 @@ def open_path(path: str, mode: int) -> Iterator[socket.socket]:
     except OSError as error:
         listener.close()
         raise PortTaken(f"cannot listen on the Unix socket {path}: {error.strerror or error}") from None
+    own = os.stat(path).st_ino
     with listener:
         try:
             yield listener
         finally:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                if os.stat(path).st_ino == own:  # the file may have been removed, and another server may listen there
+                    os.unlink(path)
 
 
 def _remove_stale_socket(path: str) -> None:
