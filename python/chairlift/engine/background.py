@@ -19,8 +19,9 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels tasks and waits for their ends. Their errors are dropped."""
+    """Cancels tasks and waits for their ends. Their errors are dropped. One that was cancelled before is left to its last work."""
     every = list(tasks)
     for task in every:
-        task.cancel()
+        if not (isinstance(task, asyncio.Task) and task.cancelling()):
+            task.cancel()
     await asyncio.gather(*every, return_exceptions=True)
