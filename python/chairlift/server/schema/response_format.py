@@ -29,7 +29,7 @@ _RESPONSE_FORMAT = {
         },
         {
             "type": "object",
-            "properties": {"type": {"enum": ["json", "json_object", "regex"]}, "value": {"type": ["object", "string"]}},
+            "properties": {"type": {"enum": ["json", "json_object", "json_schema", "regex"]}, "value": {"type": ["object", "string"]}},
             "required": ["type", "value"],
             "additionalProperties": False,
         },
@@ -160,7 +160,7 @@ class _Reader:
                 checked_schema(schema, self._name, "response_format.json_schema.schema")
             case {"type": "json_schema", "schema": dict(schema), **rest} if rest.keys() <= {"name", "description", "strict"}:
                 return self._schema(schema, "response_format.schema")  # as llama.cpp and Together AI take it
-            case {"type": "json" | "json_object" | "regex", "value": _, **rest} if not rest:
+            case {"type": "json" | "json_object" | "json_schema" | "regex", "value": _, **rest} if not rest:
                 return self._grammar(value)  # as TGI takes it
             case {"type": "structural_tag", **tag}:
                 return self._structural_tag(tag)
@@ -181,6 +181,8 @@ class _Reader:
 
     def _grammar(self, value: object) -> StructuredOutput:
         match value:
+            case {"type": "json_schema", "value": {"schema": schema, **rest}} if rest.keys() <= {"name"}:
+                return self._kind("json", schema, f"{self._name}.value.schema")
             case {"type": "json" | "json_object" | "json_schema", "value": schema}:
                 return self._kind("json", schema, f"{self._name}.value")
             case {"type": "regex", "value": regex}:
