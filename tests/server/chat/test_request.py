@@ -120,6 +120,14 @@ def test_the_answer_goes_on_with_a_last_message_of_the_assistant_that_is_a_prefi
     assert variables(HELLO, prefix | {"prefix": False}) == variables(HELLO, prefix, HELLO) == variables(HELLO | {"prefix": True}) == {}
 
 
+@pytest.mark.parametrize(("fields", "param"), [({}, "messages[1].prefix"), ({"continue_final_message": True}, "continue_final_message")])
+def test_a_message_that_goes_on_and_a_new_one_exclude_each_other(fields, param):
+    messages = [HELLO, {"role": "assistant", "content": "I ", "prefix": True}]
+    with pytest.raises(InvalidRequest, match="add_generation_prompt begins a new one") as refused:
+        ChatRequest.read({"messages": messages, "add_generation_prompt": True, **fields})[0].variables()
+    assert refused.value.param == param
+
+
 def test_a_conversation_that_goes_on_ends_with_its_last_words():
     messages = [HELLO, {"role": "assistant", "content": "I <|end|> "}]
     template = ChatTemplate({"default": CHATML}, {})

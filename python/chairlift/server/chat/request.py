@@ -83,8 +83,9 @@ class ChatRequest(GenerationRequest):
         continues = self.continue_final_message or (self.messages[-1].role == "assistant" and self.messages[-1].prefix)
         if continues:
             if self.add_generation_prompt:
-                message = "continue_final_message extends the last message, add_generation_prompt begins a new one: leave out one of them"
-                raise InvalidRequest(message, param="continue_final_message")
+                field = "continue_final_message" if self.continue_final_message else f"messages[{len(self.messages) - 1}].prefix"
+                message = f"{field} extends the last message, add_generation_prompt begins a new one: leave out one of them"
+                raise InvalidRequest(message, param=field)
             variables["continue_final_message"] = True
         if continues or self.add_generation_prompt is False:
             variables["add_generation_prompt"] = False
