@@ -60,7 +60,7 @@ def test_streams_are_lines_and_the_default(http):
     assert [line["done"] for line in lines] == [False, False, True]
 
 
-def test_options_and_formats_reach_the_engine(llama, engine):
+def test_options_and_formats_reach_the_engine(llama, http, engine):
     options = {"temperature": 0.5, "top_k": 3, "repeat_penalty": 1.5, "stop": ["x"], "seed": 7, "num_predict": -1, "num_ctx": 99}
     llama.chat(MODEL, HELLO, options=options, format={"type": "object"}, keep_alive="5m")
     params = engine.seen[-1]
@@ -72,6 +72,9 @@ def test_options_and_formats_reach_the_engine(llama, engine):
     llama.chat(MODEL, HELLO, format=schema | {"$defs": {"f": friend}})
     no_others = {"additionalProperties": False}
     assert json.loads(engine.seen[-1].structured_output.text) == schema | no_others | {"$defs": {"f": friend | no_others}}
+    http.post("/api/chat", json={"messages": HELLO, "options": {"top_k": 40.0, "seed": -1, "num_predict": 0}})
+    assert (engine.seen[-1].top_k, engine.seen[-1].seed, engine.seen[-1].max_tokens) == (40, None, 2048 - 7)
+    assert http.post("/api/chat", content=b'{"messages": [{"role": "user"}], "options": {"top_k": 1e400}}').status_code == 400
     llama.generate(MODEL, "x", format="json", options={"num_predict": 1})
     assert engine.seen[-1].structured_output.kind == "json_object"
 
@@ -238,7 +241,7 @@ def test_an_empty_request_loads_the_model(llama, engine):
     [
         ("chat", {"messages": HELLO, "options": {"mirostat": 2}}, "options.mirostat is not supported"),
         ("chat", {"messages": HELLO, "options": {"temperature": "hot"}}, "options.temperature"),
-        ("chat", {"messages": HELLO, "options": {"num_predict": 0}}, "options.num_predict"),
+        ("chat", {"messages": HELLO, "options": {"num_predict": False}}, "options.num_predict"),
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images are not supported"),
         ("chat", {"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": HELLO, "format": "xml"}, "format must be a JSON schema"),

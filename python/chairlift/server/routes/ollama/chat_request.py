@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,6 +19,8 @@ _OPTIONS = {
     "num_predict": "max_completion_tokens",
 }
 """Options, with the names of the chat fields."""
+_INTEGERS = frozenset(("top_k", "seed", "num_predict"))
+"""Options without a fraction, of which Ollama drops one."""
 FIELD_NAMES = {chat_name: f"options.{name}" for name, chat_name in _OPTIONS.items()}
 """Names of chat fields in this API."""
 _UNSUPPORTED_OPTIONS: dict[str, tuple[float, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)}
@@ -48,6 +51,19 @@ def _checked_think(think: object) -> object:
     if think is None or isinstance(think, bool) or think in get_args(_Effort):
         return think
     raise ValueError("think should be true, false, low, medium, high or max")  # a union's own error names its first member
+
+
+def _integer(name: str, value: object) -> object:
+    """Returns the value of an option without a fraction as Ollama reads it: None for no limit and for a random seed."""
+    if isinstance(value, float) and math.isfinite(value):
+        value = int(value)
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and ((name == "num_predict" and value <= 0) or (name == "seed" and value == -1))
+    ):
+        return None
+    return value
 
 
 def _lowered(role: object) -> object:
@@ -107,7 +123,7 @@ class OllamaRequest(Fields, ABC):
         ignored: list[str] = []
         for name, value in (self.options or {}).items():
             if name in _OPTIONS:
-                fields[_OPTIONS[name]] = None if name == "num_predict" and value in (-1, -2) else value
+                fields[_OPTIONS[name]] = _integer(name, value) if name in _INTEGERS else value
             elif name in _UNSUPPORTED_OPTIONS:
                 if value is not None and value not in _UNSUPPORTED_OPTIONS[name]:
                     message = f"options.{name} is not supported, got {brief(value)}: leave it out"
