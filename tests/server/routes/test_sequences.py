@@ -92,7 +92,7 @@ def test_a_sequence_is_opened_forked_appended_to_generated_rewound_and_dropped(a
     assert alice.delete(url).json() == {"id": forks[0]["id"], "object": "sequence", "deleted": True}
     assert isinstance(engine.frames[-1], DropSequence)
     assert error(alice.get(url)) == error(alice.delete(url)) == (404, "sequence_not_found")
-    assert error(alice.post(f"{url}/fork", json={})) == (404, "sequence_not_found")
+    assert error(alice.post(f"{url}/fork")) == (404, "sequence_not_found")
 
 
 def test_a_stream_is_that_of_completions(alice):
@@ -113,7 +113,7 @@ def test_messages_are_rendered_and_the_fields_of_the_opening_hold_for_all_genera
     assert (sequence["tokens"], sequence["priority"]) == (2, 3)
     assert abs(sequence["expires_at"] - time.time() - 60) < 30
     url = f"{URL}/{sequence['id']}"
-    (fork,) = alice.post(f"{url}/fork", json={}).json()["data"]
+    (fork,) = alice.post(f"{url}/fork").json()["data"]
     assert alice.patch(url, json={"priority": 2}).json()["priority"] == 2
     # It counts towards no limit of the tenant, so its body is small, and unread for an unknown sequence.
     large = {"priority": 2, "metadata": "x" * (16 << 10)}

@@ -35,11 +35,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-async def read_json(request: Request, *, queued: bool = True, counted: bool = True) -> dict[str, Any]:
+async def read_json(request: Request, *, queued: bool = True, counted: bool = True, required: bool = True) -> dict[str, Any]:
     """Reads the body as a JSON object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect.
 
     The request is admitted before its body is parsed, unless it is not `counted`: raises ApiError 429, too. If it is `queued` for the
-    engine, it takes a place in the queue: raises ApiError 503, too.
+    engine, it takes a place in the queue: raises ApiError 503, too. Unless it is `required`, an empty body is an object without fields.
     """
     if queued:
         service_of(request).check_admission()
@@ -53,12 +53,14 @@ async def read_json(request: Request, *, queued: bool = True, counted: bool = Tr
     if queued:
         service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
     request.state.large = len(raw) > LARGE
-    return await beside(request, parse, raw)
+    return await beside(request, parse, raw) if raw or required else {}
 
 
-async def read_fields(request: Request, fields: type[F], *, queued: bool = True, counted: bool = True) -> tuple[F, list[str]]:
+async def read_fields(
+    request: Request, fields: type[F], *, queued: bool = True, counted: bool = True, required: bool = True
+) -> tuple[F, list[str]]:
     """Reads the body as these fields; returns them and the names of unknown ones. Raises what `read_json` raises, and InvalidRequest."""
-    body = await read_json(request, queued=queued, counted=counted)
+    body = await read_json(request, queued=queued, counted=counted, required=required)
     return await beside(request, fields.read, body)
 
 

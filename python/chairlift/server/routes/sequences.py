@@ -179,7 +179,7 @@ async def delete_sequence(request: Request) -> Response:
 async def fork(request: Request) -> Response:
     """Copies a sequence."""
     service = service_of(request)
-    body, ignored = await read_fields(request, SequenceForkRequest)
+    body, ignored = await read_fields(request, SequenceForkRequest, required=False)
     served, count = _served(request), body.n or 1
     sequence, tenant = served.sequence, request.state.ticket.tenant
     sequence.check_room(count)
@@ -219,7 +219,7 @@ async def rewind(request: Request) -> Response:
 
 async def generate(request: Request) -> Response:
     """Generates from a sequence, which keeps the tokens. The response is that of /v1/completions, streamed or whole."""
-    body, ignored = await read_fields(request, SequenceGenerateRequest)
+    body, ignored = await read_fields(request, SequenceGenerateRequest, required=False)
     served = _served(request)
     if body.model is not None and service_of(request).find(body.model, adapters=False) is not served.model:
         raise InvalidRequest(f"the sequence belongs to the model {served.model.name}: leave out model", param="model")
