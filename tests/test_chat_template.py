@@ -166,3 +166,26 @@ def test_control_tokens_in_messages_are_limited(processes):
     with pytest.raises(InvalidRequest, match="the messages have 10001 texts of control tokens, and 10000 are allowed") as caught:
         template.render([{"content": "<|x|>a" * 10_001}], ["<|x|>"])
     assert caught.value.param == "messages"
+
+
+CALLS = (
+    "{% for message in messages %}{% for call in message.tool_calls or () %}{{ '<call>' + call.function.name + ' ' }}"
+    "WRITTEN{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("{{ call.function.arguments | tojson }}", '{"a": "ü"}'),
+        ("{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}", '{"a": "ü"}'),
+        ("{% for name, value in call.function.arguments.items() %}{{ name ~ '=' ~ value }}{% endfor %}", "a=ü"),
+        ("{{ '' + call.function.arguments }}", '{"a": "ü"}'),  # as Functionary writes it
+        ("{{ call.function.arguments | string }}", '{"a": "ü"}'),  # as Apriel writes it
+    ],
+)
+def test_a_template_gets_the_arguments_of_calls_as_it_takes_them(written, shown):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    job = {"source": CALLS.replace("WRITTEN", written), "messages": messages, "variables": {}, "defaults": {}, "controls": []}
+    assert render({**job, "continue_final_message": False}) == [(f"<call>f {shown}", False)]

@@ -35,7 +35,7 @@ _END = "\ufdd2"
 """Mark after a message that is to be continued."""
 
 _PROBE = "\ufdd3"
-"""Content of a message that tells what a template does with contents."""
+"""Content of a message, or an argument's name, that tells what a template does with it."""
 
 _MARKS = str.maketrans("", "", _OPEN + _CLOSE)
 
@@ -50,6 +50,8 @@ def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
     messages, variables = marked or (messages, job["variables"])
     if _reads_parts(job["source"]):
         messages = [_in_parts(message) for message in messages]
+    if any("tool_calls" in message for message in messages) and _takes_text_arguments(job["source"]):
+        messages = [_with_text_arguments(message) for message in messages]
     text = _compiled(job["source"]).render({**job["defaults"], **variables, "messages": messages})
     if len(text) > MAX_CHARACTERS:
         raise InvalidRequest(f"the text is longer than {MAX_CHARACTERS} characters")
@@ -83,11 +85,42 @@ def _reads_parts(source: str) -> bool:
 
 
 def _shows(source: str, message: Mapping[str, Any]) -> bool:
+    return _PROBE in _tried(source, message)
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+@lru_cache(maxsize=8)
+def _takes_text_arguments(source: str) -> bool:
+    """Whether a template writes the arguments of calls as they are, like those of Functionary and Apriel. Most take an object."""
+    arguments = {_PROBE: 1}
+
+    def tried(arguments: object) -> str:
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": "", "name": "f", "tool_call_id": call["id"]}
+        return _tried(source, {"role": "user", "content": "?"}, called, result)
+
+    text, with_object = json.dumps(arguments, ensure_ascii=False), tried(arguments)
+    return (not with_object or str(arguments) in with_object) and text in tried(text)
+
+
+def _tried(source: str, *messages: Mapping[str, Any]) -> str:
+    """Returns the rendering of `messages`; "" if the template fails."""
     variables = {"tools": None, "documents": None, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
     try:
-        return _PROBE in _compiled(source).render(messages=[message], **variables)
+        return str(_compiled(source).render(messages=list(messages), **variables))
     except Exception:  # the rendering of the conversation reports what is wrong with the template
-        return False
+        return ""
 
 
 def variables_read(source: str) -> list[str]:
