@@ -153,7 +153,7 @@ def _tool_grammar(
     if not free:
         instead = None if tool_spec.required else content
         return calls_grammar(call_format, schemas, mark_ids, several=tool_spec.parallel, instead=instead)
-    if call_format.content:  # content has marks too, so no mark tells calls from content
+    if not call_format.differs_from_content:
         relaxed += [f"tools.{tool.name}.strict" for tool in tool_spec.tools if tool.strict]
         return None
     trigger = next((mark for mark in form.parser_type.marks if call_format.begin.startswith(mark)), "")

@@ -55,7 +55,7 @@ class ChatModel:
         if not template.uses("tools"):
             prompted = add_tool_prompt(conversation, tools, has_system=not tools or template.has_system)
             return TemplateInputs(prompted, given, Hermes, tools)
-        return TemplateInputs(conversation, {**given, "tools": tools} if tools else given, parser_type, tools)
+        return TemplateInputs(parser_type.history(conversation), {**given, "tools": tools} if tools else given, parser_type, tools)
 
     def inputs_up_to_user(
         self, conversation: list[dict[str, Any]], variables: Mapping[str, Any], tool_spec: ToolSpec

@@ -12,6 +12,7 @@ from chairlift.chat.tools.parser import safe_end
 from chairlift.grammar.source import ReasoningFormat
 
 REASONING_FORMATS = {
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
     "apriel": ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped=("[END FINAL RESPONSE]",)),
     "cohere_command3": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", implicit=True),
@@ -26,7 +27,7 @@ REASONING_FORMATS = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
-"""Formats by vLLM's names, and `apriel`. `qwen3` is that of most models with `<think>`."""
+"""Formats by vLLM's names, `apertus` and `apriel`. `qwen3` is that of most models with `<think>`."""
 
 _TEMPLATE_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
@@ -39,6 +40,7 @@ _TEMPLATE_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hunyuan_a13b", ("<answer>", "</think>")),
     ("cohere_command3", ("<|START_THINKING|>",)),
     ("seed_oss", ("</seed:think>",)),
+    ("apertus", ("<|inner_prefix|>",)),
     ("deepseek_r1", ("<\uff5cAssistant\uff5c>", "</think>")),
     ("qwen3", ("think>",)),
 )

@@ -82,6 +82,11 @@ class ToolCallFormat:
     content: str = ""
     """Text that begins an answer without calls."""
 
+    @property
+    def differs_from_content(self) -> bool:
+        """Whether its beginning tells calls from an answer without calls: it does not if both have marks, or neither."""
+        return bool(self.begin or self.before) and not self.content
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:

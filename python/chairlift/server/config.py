@@ -214,7 +214,8 @@ class ServerConfig:
         "auto",
         "how the model writes tool calls; 'auto' goes by its chat template",
         choices=(
-            *("auto", "cohere", "deepseek", "gemma", "glm", "granite", "hermes", "hunyuan", "kimi_k2", "llama", "minimax_m2", "mistral"),
+            *("auto", "apertus", "cohere", "command_r", "deepseek", "deepseek_v32", "deepseek_v4", "functionary_v3.1", "functionary_v3.2"),
+            *("gemma", "glm", "glm4_0414", "granite", "hermes", "hunyuan", "internlm", "kimi_k2", "llama", "minimax_m2", "mistral"),
             *("nemotron", "olmo3", "openai", "pythonic", "qwen3_coder", "seed_oss"),
         ),
         spellings=_VLLM_PARSERS,
@@ -224,8 +225,8 @@ class ServerConfig:
         "auto",
         "how the model marks its reasoning, by vLLM's names; 'auto' goes by its chat template, 'none' leaves it in the answer",
         choices=(
-            *("auto", "none", "apriel", "cohere_command3", "deepseek_r1", "gemma4", "granite", "granite_thinking_parser", "hunyuan_a13b"),
-            *("mistral", "openai_gptoss", "qwen3", "seed_oss"),
+            *("auto", "none", "apertus", "apriel", "cohere_command3", "deepseek_r1", "gemma4", "granite", "granite_thinking_parser"),
+            *("hunyuan_a13b", "mistral", "openai_gptoss", "qwen3", "seed_oss"),
         ),
         spellings=_VLLM_REASONING,
         group="server",

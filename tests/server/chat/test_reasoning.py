@@ -49,6 +49,7 @@ CASES = [
     ("granite_thinking_parser", POSSIBLE, "<think>a</think>\n<response>b</response>", "a", "b"),
     ("granite_thinking_parser", POSSIBLE, "<think>a</think><response>b </resp</response>", "a", "b </resp"),
     ("mistral", POSSIBLE, "[THINK]a[/THINK]b", "a", "b"),
+    ("apertus", POSSIBLE, "<|inner_prefix|>a<|inner_suffix|>b", "a", "b"),
     ("gemma4", POSSIBLE, "<|channel>thought\na\n<channel|>b", "a", "b"),
     ("cohere_command3", POSSIBLE, "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b", "a", "<|START_RESPONSE|>b"),
     ("seed_oss", POSSIBLE, "<seed:think>\na</seed:think>\nb", "a", "b"),

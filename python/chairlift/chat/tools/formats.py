@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import string
@@ -10,13 +11,29 @@ from typing import ClassVar
 
 from chairlift.chat.tools.hermes import HERMES_OPEN, Hermes
 from chairlift.chat.tools.literals import GEMMA_OPEN, OLMO_OPEN, PYTHONIC_LIST, PYTHONIC_MARKS, Gemma, Olmo, Pythonic
+from chairlift.chat.tools.named import Functionary31, Functionary32, Glm4
 from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps, ToolCallDelta, ToolParser
-from chairlift.chat.tools.tagged import GLM_KEY, MINIMAX_OPEN, QWEN_PARAMETER, SEED_OPEN, Glm, MiniMax, Qwen, Seed
+from chairlift.chat.tools.tagged import (
+    DSML,
+    GLM_KEY,
+    MINIMAX_OPEN,
+    QWEN_PARAMETER,
+    SEED_OPEN,
+    DeepSeek4,
+    DeepSeek32,
+    Glm,
+    MiniMax,
+    Qwen,
+    Seed,
+)
 from chairlift.grammar.source import ToolCallFormat
 
 GRANITE_OPEN, GRANITE_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 NEMOTRON_OPEN, NEMOTRON_CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 COHERE_OPEN, COHERE_CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+COMMAND_R_OPEN, COMMAND_R_CLOSE = "Action:", "```"
+APERTUS_OPEN, APERTUS_CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
+INTERN_OPEN, INTERN_PLUGIN, INTERN_CLOSE = "<|action_start|>", "<|plugin|>", "<|action_end|>"
 HUNYUAN_OPEN, HUNYUAN_CLOSE = "<tool_calls>", "</tool_calls>"
 LLAMA_TAG = "<|python_tag|>"
 MISTRAL_MARK, MISTRAL_CALL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -37,7 +54,7 @@ class Granite(Hermes):
 
     marks = (GRANITE_OPEN, HERMES_OPEN, GRANITE_CLOSE)
     end_mark = GRANITE_CLOSE
-    listed = ToolCallFormat(f"{GRANITE_OPEN}[", separator=", ", end="]")
+    form = ToolCallFormat(f"{GRANITE_OPEN}[", separator=", ", end="]")
 
 
 class Nemotron(Hermes):
@@ -45,7 +62,7 @@ class Nemotron(Hermes):
 
     marks = (NEMOTRON_OPEN, NEMOTRON_CLOSE)
     end_mark = NEMOTRON_CLOSE
-    listed = ToolCallFormat(f"{NEMOTRON_OPEN}[", separator=", ", end=f"]{NEMOTRON_CLOSE}")
+    form = ToolCallFormat(f"{NEMOTRON_OPEN}[", separator=", ", end=f"]{NEMOTRON_CLOSE}")
 
 
 class Cohere(Hermes):
@@ -53,9 +70,67 @@ class Cohere(Hermes):
 
     marks = (COHERE_OPEN, COHERE_CLOSE)
     end_mark = COHERE_CLOSE
-    listed = ToolCallFormat(
+    form = ToolCallFormat(
         f"{COHERE_OPEN}[", '{"tool_call_id": "0", "tool_name": "', '", "parameters": ', separator=", ", end=f"]{COHERE_CLOSE}"
     )
+
+
+class CommandR(Hermes):
+    """`Action:` and a block of code with `[{"tool_name": "f", "parameters": {}}]`: the format of Command R and R+."""
+
+    marks = (COMMAND_R_OPEN, COMMAND_R_CLOSE)
+    end_mark = COMMAND_R_CLOSE
+    form = ToolCallFormat(
+        f"{COMMAND_R_OPEN}\n```json\n[\n    ",
+        '{\n        "tool_name": "',
+        '",\n        "parameters": ',
+        "\n    }",
+        ",\n    ",
+        f"\n]{COMMAND_R_CLOSE}",
+    )
+
+    def _call(self) -> ParserSteps:
+        if (yield from self._skip_space()) == "`":
+            yield from self._expect_one_of("```json")
+        yield from self._objects()
+
+
+class Apertus(Hermes):
+    """`<|tools_prefix|>[{"f": {}}]<|tools_suffix|>`: the format of Apertus, in which a function's name is the key of its arguments."""
+
+    marks = (APERTUS_OPEN, APERTUS_CLOSE)
+    end_mark = APERTUS_CLOSE
+    form = ToolCallFormat(f"{APERTUS_OPEN}[", '{"', '": ', "}", ", ", f"]{APERTUS_CLOSE}")
+
+    def _object(self) -> ParserSteps:
+        yield from self._expect("{")
+        name = json.loads((yield from self._value('"')))
+        yield from self._expect(":")
+        if name not in self._names or (yield from self._skip_space()) != "{":
+            raise InvalidCall
+        yield from self._arguments(name)
+        if (yield from self._skip_space()) == "}":
+            self._take()
+        self._raw.clear()
+
+
+class Intern(Hermes):
+    """`<|action_start|><|plugin|>{"name": "f", "parameters": {}}<|action_end|>`: the format of InternLM2 and Intern-S1."""
+
+    marks = (INTERN_OPEN, INTERN_CLOSE)
+    end_mark = INTERN_CLOSE
+    inner_marks = (INTERN_PLUGIN,)
+    form = ToolCallFormat(
+        f"{INTERN_OPEN}{INTERN_PLUGIN}\n",
+        between='", "parameters": ',
+        separator=f"{INTERN_CLOSE}\n{INTERN_OPEN}{INTERN_PLUGIN}\n",
+        end=INTERN_CLOSE,
+    )
+
+    def _call(self) -> ParserSteps:
+        yield from self._skip_space()
+        yield from self._expect_one_of(INTERN_PLUGIN)
+        yield from super()._call()
 
 
 class Hunyuan(Hermes):
@@ -66,7 +141,7 @@ class Hunyuan(Hermes):
 
     marks = (HUNYUAN_OPEN, HUNYUAN_CLOSE)
     end_mark = HUNYUAN_CLOSE
-    listed = ToolCallFormat(f"{HUNYUAN_OPEN}[", separator=", ", end=f"]{HUNYUAN_CLOSE}")
+    form = ToolCallFormat(f"{HUNYUAN_OPEN}[", separator=", ", end=f"]{HUNYUAN_CLOSE}")
 
     def _call(self) -> ParserSteps:
         yield from self._objects()
@@ -150,9 +225,10 @@ class DeepSeek(ToolParser):
     """DeepSeek's format: calls between `tool_calls_begin` and `tool_calls_end`, each with its name before its arguments.
 
     DeepSeek V3 and R1 write the type, `tool_sep`, the name, and the arguments as a code block; V3.1 the name, `tool_sep` and the arguments.
+    Some models forget `tool_calls_begin`.
     """
 
-    marks: ClassVar[tuple[str, ...]] = (DEEPSEEK_BEGIN,)
+    marks: ClassVar[tuple[str, ...]] = (DEEPSEEK_BEGIN, DEEPSEEK_CALL)
     end_mark = DEEPSEEK_CALL_END
     inner_marks: ClassVar[tuple[str, ...]] = (DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END, DEEPSEEK_END)
 
@@ -170,8 +246,9 @@ class DeepSeek(ToolParser):
 
     def _call_list(self) -> ParserSteps:
         call, separator, call_end, end = self.inner_marks
-        yield from self._skip_space()
-        yield from self._expect_one_of(call)
+        if self._raw != [call]:
+            yield from self._skip_space()
+            yield from self._expect_one_of(call)
         while True:
             name = yield from self._call_name((yield from self._text_until(separator, MAX_HEAD)).strip())
             if name not in self._names or (yield from self._skip_space()) != "{":
@@ -198,7 +275,7 @@ class Kimi(DeepSeek):
     The text before the arguments is the call's id, in which the conversation later tells the model the function.
     """
 
-    marks = (KIMI_BEGIN,)
+    marks = (KIMI_BEGIN, KIMI_CALL)
     end_mark = KIMI_CALL_END
     inner_marks = (KIMI_CALL, KIMI_SEPARATOR, KIMI_CALL_END, KIMI_END)
     _id = ""
@@ -269,13 +346,21 @@ class Harmony(ToolParser):
 
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "apertus": Apertus,
     "cohere": Cohere,
+    "command_r": CommandR,
     "deepseek": DeepSeek,
+    "deepseek_v32": DeepSeek32,
+    "deepseek_v4": DeepSeek4,
+    "functionary_v3.1": Functionary31,
+    "functionary_v3.2": Functionary32,
     "gemma": Gemma,
     "glm": Glm,
+    "glm4_0414": Glm4,
     "granite": Granite,
     "hermes": Hermes,
     "hunyuan": Hunyuan,
+    "internlm": Intern,
     "kimi_k2": Kimi,
     "llama": Llama,
     "minimax_m2": MiniMax,
@@ -292,12 +377,17 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 _TEMPLATE_MARKS = (
     ("openai", (f"{CHANNEL}commentary",)),
     ("deepseek", (DEEPSEEK_BEGIN,)),
+    ("deepseek_v4", (f"{DSML}tool_calls>", "dsml_token }}tool_calls>")),
+    ("deepseek_v32", (DSML,)),
     ("gemma", GEMMA_OPEN),
     ("granite", (GRANITE_OPEN,)),
     ("mistral", (MISTRAL_MARK,)),
     ("pythonic", ("[func_name1(", *PYTHONIC_MARKS)),
     ("nemotron", (NEMOTRON_OPEN,)),
     ("cohere", (COHERE_OPEN,)),
+    ("command_r", ("`directly-answer`",)),
+    ("apertus", (APERTUS_OPEN,)),
+    ("internlm", (INTERN_OPEN,)),
     ("kimi_k2", (KIMI_BEGIN,)),
     ("minimax_m2", (MINIMAX_OPEN,)),
     ("olmo3", (OLMO_OPEN,)),
@@ -305,7 +395,10 @@ _TEMPLATE_MARKS = (
     ("hunyuan", (HUNYUAN_OPEN,)),
     ("qwen3_coder", (QWEN_PARAMETER,)),
     ("glm", (GLM_KEY,)),
+    ("functionary_v3.1", ("<{start_tag}={function_name}>",)),
+    ("functionary_v3.2", (">>>${recipient}",)),
     ("hermes", (HERMES_OPEN,)),
+    ("glm4_0414", ("<|assistant|>{{ meta }}",)),
     ("llama", (LLAMA_TAG, "ipython")),
     ("pythonic", (PYTHONIC_LIST,)),
 )

@@ -18,14 +18,14 @@ class Hermes(ToolParser):
 
     marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, HERMES_CLOSE)
     end_mark = HERMES_CLOSE
-    listed: ClassVar[ToolCallFormat | None] = None
-    """How a model writes a list of all calls, if it does so."""
+    form: ClassVar[ToolCallFormat | None] = None
+    """How a model writes calls, if not as Qwen's templates do."""
 
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:
-        """One list of all calls, or the format of Qwen's templates, with line breaks."""
+        """That of Qwen's templates, with line breaks, unless the class has its own."""
         begin, end = f"{cls.marks[0]}\n", f"\n{cls.end_mark}"
-        return cls.listed or ToolCallFormat(begin, separator=f"{end}\n{begin}", end=end)
+        return cls.form or ToolCallFormat(begin, separator=f"{end}\n{begin}", end=end)
 
     def _parse(self) -> ParserSteps:
         yield from self._marked_calls(self._call, (self.end_mark,))

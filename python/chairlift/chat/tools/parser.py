@@ -8,7 +8,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from chairlift.chat.tools.json_text import JsonText
 from chairlift.grammar.source import ToolCallFormat
@@ -91,6 +91,11 @@ class ToolParser(ABC):
     @abstractmethod
     def call_format(cls, template: str) -> ToolCallFormat:
         """Returns the format for the grammar that makes a model with this chat template write calls."""
+
+    @staticmethod
+    def history(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the messages as the model's chat template takes calls and results of tools."""
+        return conversation
 
     @staticmethod
     def new_id() -> str:

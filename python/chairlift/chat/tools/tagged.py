@@ -1,4 +1,4 @@
-"""Formats in which each argument of a call stands between tags, as plain text: those of Qwen, Seed-OSS, MiniMax and GLM."""
+"""Formats in which each argument of a call stands between tags, as plain text: those of Qwen, Seed-OSS, MiniMax, DeepSeek V3.2 and GLM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from chairlift.chat.tools.parser import MAX_HEAD, InvalidCall, ParserSteps
 QWEN_PARAMETER = "<parameter="
 SEED_OPEN, SEED_CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 MINIMAX_OPEN, MINIMAX_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
+DSML = "\uff5cDSML\uff5c"
 GLM_KEY = "<arg_key>"
 
 
@@ -27,8 +28,10 @@ class Tagged(Hermes):
     needs_types = True
     key_tags: ClassVar[tuple[str, str]]
     """The tags around an argument's name."""
-    value_tag: ClassVar[str]
-    """The tag before its value, "" for none."""
+    value_tags: ClassVar[tuple[str, ...]] = ()
+    """The tags of which one stands before its value, if any does."""
+    text_tag: ClassVar[str] = ""
+    """The one of them before a text, whatever the schema says."""
     value_ends: ClassVar[tuple[str, ...]]
     """The tag after its value, with and without the line break that belongs to it."""
     ends: ClassVar[tuple[str, ...]]
@@ -77,14 +80,15 @@ class Tagged(Hermes):
     def _argument(self, name: str, separator: str) -> Generator[None, None, bool]:
         """Consumes one argument and returns it after `separator`. Returns False if the text ends within it."""
         key = (yield from self._text_until(self.key_tags[1])).strip()
-        if self.value_tag:
+        types = self._types.get(name, {}).get(key, frozenset())
+        if self.value_tags:
             yield from self._skip_space()
-            yield from self._expect_one_of(self.value_tag)
+            if (yield from self._expect_one_of(*self.value_tags)) == self.text_tag:
+                types = frozenset({"string"})
         elif self.value_ends[0][0] == "\n" and (yield from self._peek()) == "\n":
             self._take()
         self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw.clear()
-        types = self._types.get(name, {}).get(key, frozenset())
         if types == {"string"}:
             self._emit_arguments('"')
             ended = yield from self._text_of_value(name, lambda piece: self._emit_arguments(json.dumps(piece, ensure_ascii=False)[1:-1]))
@@ -141,7 +145,8 @@ class Qwen(Tagged):
     marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, "<function=", HERMES_CLOSE)
     inner_marks: ClassVar[tuple[str, ...]] = (QWEN_PARAMETER, "</parameter>", "</function>")
     key_tags = (QWEN_PARAMETER, ">")
-    value_tag = ""
+    name_end: ClassVar[str] = ">"
+    """What follows the function's name."""
     value_ends: ClassVar[tuple[str, ...]] = ("\n</parameter>", "</parameter>")
     ends: ClassVar[tuple[str, ...]] = ("</function>", HERMES_CLOSE)
     forgetful = True
@@ -151,7 +156,7 @@ class Qwen(Tagged):
         if self._raw[0] != function:
             yield from self._skip_space()
             yield from self._expect_one_of(function)
-        return (yield from self._text_until(self.key_tags[1], MAX_HEAD)).strip()
+        return (yield from self._text_until(self.name_end, MAX_HEAD)).strip()
 
 
 class Seed(Qwen):
@@ -174,9 +179,36 @@ class MiniMax(Qwen):
     end_mark = MINIMAX_CLOSE
     inner_marks = ()
     key_tags = ('<parameter name="', '">')
+    name_end = '">'
     value_ends = ("</parameter>",)
     ends = ("</invoke>", MINIMAX_CLOSE)
     forgetful = False
+
+
+class DeepSeek32(Qwen):
+    """`<invoke name="f"><parameter name="city" string="true">Bern</parameter></invoke>`: the format of DeepSeek V3.2.
+
+    Each of these tags, and of those around all calls, has `\uff5cDSML\uff5c` before its name. `string="false"` stands before JSON.
+    """
+
+    marks = (f"<{DSML}function_calls>", f'<{DSML}invoke name="', f"</{DSML}function_calls>")
+    end_mark = marks[2]
+    inner_marks = ()
+    key_tags = (f'<{DSML}parameter name="', '" string="')
+    name_end = '">'
+    value_tags = ('true">', 'false">')
+    text_tag = value_tags[0]
+    value_ends = (f"</{DSML}parameter>",)
+    ends = (f"</{DSML}invoke>", end_mark)
+    forgetful = False
+
+
+class DeepSeek4(DeepSeek32):
+    """The same between `tool_calls` instead of `function_calls`: the format of DeepSeek V4."""
+
+    marks = (f"<{DSML}tool_calls>", f'<{DSML}invoke name="', f"</{DSML}tool_calls>")
+    end_mark = marks[2]
+    ends = (f"</{DSML}invoke>", end_mark)
 
 
 class Glm(Tagged):
@@ -187,7 +219,7 @@ class Glm(Tagged):
 
     inner_marks = (GLM_KEY, "</arg_key>", "<arg_value>", "</arg_value>")
     key_tags = (GLM_KEY, "</arg_key>")
-    value_tag = "<arg_value>"
+    value_tags = ("<arg_value>",)
     value_ends = ("</arg_value>",)
     ends = (HERMES_CLOSE,)
 

@@ -9,6 +9,7 @@ from chairlift.chat.tools.argument_types import argument_types
 from chairlift.chat.tools.formats import TOOL_PARSERS, parser_for_template
 from chairlift.chat.tools.json_text import JsonText
 from chairlift.chat.tools.parser import ToolCallDelta
+from chairlift.server.config import ServerConfig
 
 NAMES = ("f", "get_weather", "get-it")
 COLOUR = {"enum": ["red", "7"]}
@@ -68,6 +69,16 @@ def deepseek(text):
     for name, mark in DEEPSEEK.items():
         text = text.replace(name, f"<\uff5ctool\u2581{mark}\uff5c>")
     return text
+
+
+def dsml(name, *arguments):
+    """A call of DeepSeek V3.2; each argument has its name, whether it is marked as text, and its value."""
+    written = "".join(
+        f'<\uff5cDSML\uff5cparameter name="{key}" string="{json.dumps(is_text)}">{value}</\uff5cDSML\uff5cparameter>\n'
+        for key, is_text, value in arguments
+    )
+    invoke = f'<\uff5cDSML\uff5cinvoke name="{name}">\n{written}</\uff5cDSML\uff5cinvoke>'
+    return f"<\uff5cDSML\uff5cfunction_calls>\n{invoke}\n</\uff5cDSML\uff5cfunction_calls>"
 
 
 def qwen(name, **arguments):
@@ -141,6 +152,77 @@ GOLDEN = [
     ("deepseek", deepseek('BEGINCALLfSEP{"a": 1'), "", [("f", '{"a": 1')]),
     ("deepseek", deepseek('BEGINCALLfSEP{"a": oops}CALL_ENDEND'), "", [("f", '{"a": oops}')]),
     ("deepseek", deepseek("BEGINCALLunknownSEP{}CALL_ENDEND"), deepseek("BEGINCALLunknownSEP{}CALL_ENDEND"), []),
+    ("deepseek", deepseek("CALLfSEP{}CALL_END\nCALLget_weatherSEP{}CALL_ENDEND!"), "!", [("f", "{}"), ("get_weather", "{}")]),
+    ("deepseek", deepseek("BEGINCALLunknownSEP{}CALL_END"), deepseek("BEGINCALLunknownSEP{}CALL_END"), []),
+    # DeepSeek V3.2 and V4: the attribute tells text from JSON; broken off, broken, and JSON
+    ("deepseek_v32", "Hello <b>.", "Hello <b>.", []),
+    (
+        "deepseek_v32",
+        "I look.\n\n"
+        + dsml("f", ("days", True, "3"), ("city", False, "7"), ("at", False, NESTED), ("any", True, " a < b "), ("new", False, "7")),
+        "I look.",
+        [("f", f'{{"days": "3", "city": "7", "at": {json.dumps(json.loads(NESTED))}, "any": " a < b ", "new": 7}}')],
+    ),
+    ("deepseek_v32", dsml("f", ("days", False, "x")) + "!", "!", [("f", '{"days": "x"}')]),
+    ("deepseek_v32", dsml("f", ("city", True, "Bern")).partition("rn<")[0], "", [("f", '{"city": "Be')]),
+    ("deepseek_v32", dsml("unknown"), dsml("unknown"), []),
+    (
+        "deepseek_v32",
+        dsml("f", ("city", True, "x")).replace("true", "yes"),
+        'city" string="yes">x</\uff5cDSML\uff5cparameter>\n</\uff5cDSML\uff5cinvoke>',
+        [("f", "{}")],
+    ),
+    ("deepseek_v32", '<\uff5cDSML\uff5cfunction_calls>\n{"name": "f"}\n</\uff5cDSML\uff5cfunction_calls>', "", [("f", "{}")]),
+    (
+        "deepseek_v4",
+        (dsml("f") + dsml("f", ("city", True, "Bern"))).replace("function_", "tool_"),
+        "",
+        [("f", "{}"), ("f", '{"city": "Bern"}')],
+    ),
+    # Command R: as its template writes it, without the block, broken, and other code
+    (
+        "command_r",
+        f"I look.\nAction:\n```json\n[\n    {COHERE}\n]```\nOk ```py``` {{}}",
+        "I look.\nOk ```py``` {}",
+        [("f", NESTED), ("get_weather", "{}")],
+    ),
+    ("command_r", 'Action: [{"tool_name": "f", "parameters": {}}]', "", [("f", "{}")]),
+    ("command_r", 'Action: ```json\n[{"tool_name": "f", "parameters": {oops}}]\n```!', "!", [("f", "{oops}}]\n")]),
+    *(
+        ("command_r", text, text, [])
+        for text in ("Plan of Action: none. ```x```", "Action: ```py", 'Action: ```json\n[{"tool_name": "g"}]```')
+    ),
+    # Apertus: broken off, broken, and no calls
+    (
+        "apertus",
+        f'I look.<|tools_prefix|>[{{"f": {NESTED}}}, {{"get-it": {{}}}}]<|tools_suffix|>!',
+        "I look.!",
+        [("f", NESTED), ("get-it", "{}")],
+    ),
+    ("apertus", '<|tools_prefix|>[{"f": {"a": 1', "", [("f", '{"a": 1')]),
+    ("apertus", '<|tools_prefix|>[{"f": {"a": oops}}]<|tools_suffix|>', "", [("f", '{"a": oops}}]')]),
+    *(("apertus", text, text, []) for text in ('<|tools_prefix|>[{"f": 1}]', '<|tools_prefix|>[{"g": {}}]<|tools_suffix|>')),
+    # InternLM2
+    (
+        "internlm",
+        f'I look.<|action_start|> <|plugin|>\n{{"name": "f", "parameters": {NESTED}}}\n<|action_end|>!',
+        "I look.!",
+        [("f", NESTED)],
+    ),
+    ("internlm", "<|action_start|><|interpreter|>\n1 + 1<|action_end|>", "<|action_start|><|interpreter|>\n1 + 1<|action_end|>", []),
+    # Functionary 3.1 and 3.2
+    ("functionary_v3.1", f"I look. <function=f>{NESTED}</function>!", "I look.!", [("f", NESTED)]),
+    ("functionary_v3.1", '<function=get-it>{"a": oops}</function>', "", [("get-it", '{"a": oops}')]),
+    *(("functionary_v3.1", text, text, []) for text in ("<function=f>()</function>", "<function=g>{}</function>", "<function=f")),
+    ("functionary_v3.2", "all\nHello.\n>>> 1 + 1", "Hello.\n>>> 1 + 1", []),
+    ("functionary_v3.2", f"all\nI look.\n>>>f\n{NESTED}>>>get_weather\n{{}}", "I look.", [("f", NESTED), ("get_weather", "{}")]),
+    ("functionary_v3.2", 'f\n{"a": oops}>>>all\nok', "ok", [("f", '{"a": oops}')]),
+    *(("functionary_v3.2", text, text, []) for text in ("all", "alligators\n", "g\n{}", "f\n", "f {}")),
+    # GLM-4-0414
+    ("glm4_0414", "\nHello.\n", "\nHello.\n", []),
+    ("glm4_0414", f"\nf\n{NESTED}\n<|assistant|>get_weather\n{{}}\n", "", [("f", NESTED), ("get_weather", "{}")]),
+    ("glm4_0414", 'f\n{"a": 1', "", [("f", '{"a": 1')]),
+    *(("glm4_0414", text, text, []) for text in ("f\nis a name", "I call f\n{}", "g\n{}", "f", "get_weather-or-not\n{}")),
     # Cohere, and Hunyuan with a list or lines
     ("cohere", f"I look.<|START_ACTION|>[\n    {COHERE}\n]<|END_ACTION|>!", "I look.!", [("f", NESTED), ("get_weather", "{}")]),
     ("hunyuan", f"I look.\n<tool_calls>{ARRAY}</tool_calls>", "I look.", [("f", NESTED), ("get_weather", ESCAPED)]),
@@ -345,6 +427,9 @@ MARKED = [
     *(("deepseek", deepseek("BEGIN"), deepseek("END")), ("openai", "x", ""), ("nemotron", "<TOOLCALL>", "</TOOLCALL>")),
     *(("cohere", "<|START_ACTION|>", "<|END_ACTION|>"), ("hunyuan", "<tool_calls>", ""), ("kimi_k2", "<|tool_calls_section_begin|>", "")),
     *(("olmo3", "<function_calls>", "</function_calls>"), ("minimax_m2", "<minimax:tool_call>", ""), ("seed_oss", "<seed:tool_call>", "")),
+    *(("command_r", "Action:", "```"), ("apertus", "<|tools_prefix|>", "<|tools_suffix|>"), ("internlm", "<|action_start|><|plugin|>", "")),
+    *(("functionary_v3.1", "<function=", ""), ("functionary_v3.2", ">>>", ""), ("glm4_0414", "<|assistant|>", "")),
+    *(("deepseek_v32", "<\uff5cDSML\uff5cfunction_calls>", ""), ("deepseek", deepseek("CALL"), "")),
     *(("qwen3_coder", "<tool_call>", "</tool_call>"), ("qwen3_coder", "<function=", ""), ("glm", "<tool_call>", " x</tool_call>")),
 ]
 
@@ -366,6 +451,9 @@ PIECES = (
     *('<invoke name="', "<function_calls>", "f()", "to=functions.", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0"),
     *("<|tool_call_argument_begin|>", "<|tool_call_end|>", 'f">', '<parameter name="city">', "</invoke>"),
     *("f\n", "<arg_key>", "days</arg_key>", "city</arg_key>", "<arg_value>", "</arg_value>", "<arg_"),
+    *("Action:", "```", "```json\n", "<|tools_prefix|>[", '{"f": ', "<|tools_suffix|>", "<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    *("f>", ">>>", "<|assistant|>", "<\uff5cDSML\uff5cfunction_calls>", '<\uff5cDSML\uff5cinvoke name="', "</\uff5cDSML\uff5cinvoke>"),
+    *('<\uff5cDSML\uff5cparameter name="', 'city" string="true">', 'days" string="false">', "</\uff5cDSML\uff5cparameter>"),
     *("{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "\n", "\t", "é😀", "-1.5e", "tru", "null", "x"),
 )
 
@@ -467,6 +555,18 @@ def test_kimi_s_ids_are_what_the_model_wrote_and_unique():
     assert parsed("kimi_k2", forced) == ("", [("functions.f:0", "f", "{}"), ("id1", "f", "{}")])
 
 
+def test_glm_4_s_template_gets_calls_and_results_as_it_takes_them():
+    calls = [{"id": "a", "function": {"name": name, "arguments": arguments}} for name, arguments in (("f", {"city": "Zürich"}), ("g", "7"))]
+    user = {"role": "user", "content": "?"}
+    messages = [user, {"role": "assistant", "content": "I look.", "tool_calls": calls}, {"role": "tool", "content": "rain"}]
+    first, second = ({"role": "assistant", "metadata": name, "content": text} for name, text in (("f", '{"city": "Zürich"}'), ("g", "7")))
+    result = {"role": "observation", "content": "rain"}
+    history = TOOL_PARSERS["glm4_0414"].history
+    assert history(messages) == [user, {"role": "assistant", "content": "I look."}, first, second, result]
+    assert history([messages[1] | {"content": ""}]) == [first, second]
+    assert TOOL_PARSERS["glm"].history(messages) is messages
+
+
 @pytest.mark.parametrize(
     ("template", "syntax"),
     [
@@ -477,6 +577,15 @@ def test_kimi_s_ids_are_what_the_model_wrote_and_unique():
         ("{{ '<|tool_calls_section_begin|>' }}<|tool_call_begin|>{{ call.id }}", "kimi_k2"),
         ("<minimax:tool_call>\n<invoke name=", "minimax_m2"),
         ("<seed:tool_call>\n<function={{ name }}>\n<parameter={{ key }}>", "seed_oss"),
+        ("You should use the `directly-answer` tool {{ '\\nAction:\\n```json\\n[\\n' }}", "command_r"),
+        ("{%- set tool_calls_token = '<|tools_prefix|>' -%}<|inner_prefix|>", "apertus"),
+        ("<|action_start|><|plugin|>", "internlm"),
+        ('{%- set dsml_token = "\uff5cDSML\uff5c" -%}<{{ dsml_token }}function_calls>{{ message.tool_calls|length }}>', "deepseek_v32"),
+        ('{%- set dsml_token = "\uff5cDSML\uff5c" -%}<{{ dsml_token }}tool_calls>', "deepseek_v4"),
+        ("<\uff5cDSML\uff5ctool_calls>\n<\uff5cDSML\uff5cinvoke", "deepseek_v4"),
+        ("<|python_tag|> ipython <{start_tag}={function_name}>{parameters}{end_tag}", "functionary_v3.1"),
+        ("Respond in this format:\\n>>>${recipient}\\n${content}", "functionary_v3.2"),
+        ("{%- elif role == 'assistant' and meta %}\n<|assistant|>{{ meta }}\n{{ content }}", "glm4_0414"),
         ("Output any function calls within <function_calls></function_calls> XML tags.", "olmo3"),
         ("{{ 'List of tools: <|tool_list_start|>[' }}", "pythonic"),
         ("{{ 'List of tools: [' }}{{ tools | tojson }}", "pythonic"),
@@ -492,6 +601,10 @@ def test_kimi_s_ids_are_what_the_model_wrote_and_unique():
 )
 def test_the_template_tells_the_syntax(template, syntax):
     assert parser_for_template(template) is TOOL_PARSERS[syntax]
+
+
+def test_every_syntax_can_be_chosen():
+    assert set(ServerConfig.__dataclass_fields__["tool_call_parser"].metadata["choices"]) == {"auto", *TOOL_PARSERS}
 
 
 @pytest.mark.parametrize(
@@ -521,6 +634,8 @@ def test_a_forced_call_is_one_that_the_parser_reads(syntax, template, begin):
         ("olmo3", "", "a:b/c.d-1"),
         ("deepseek", "```json", "function"),
         ("deepseek", "", "function"),
+        ("glm4_0414", "", "a:b/c.d-1"),
+        ("functionary_v3.1", "", "a:b/c.d-1"),
     ],
 )
 def test_a_forced_call_may_have_any_name_that_a_function_may_have(syntax, template, name):
