@@ -12,9 +12,6 @@ from chairlift.chat.tools.custom import CustomCalls
 from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.outputs import RequestOutput, TokenLogprobs, ToolCall
 
-MAX_THOUGHT = 8192
-"""Characters of reasoning without an end in which calls are looked for. All are parsed at once, which may take 12 ms."""
-
 
 @dataclass(slots=True)
 class Delta:
@@ -105,8 +102,6 @@ class AnswerParser:
         self._called = False
         self._arguments: list[str] = []
         """The arguments of the newest call."""
-        self._thought = ""
-        """The end of the reasoning, if it may contain calls."""
         self._cut = ""
         """The end of the text, if it may begin a control token to hide."""
         self._logprobs: list[TokenLogprobs] = []
@@ -136,8 +131,6 @@ class AnswerParser:
         answer, self._cut = self._format.visible(self._cut + output.text, final=final)
         if self._reasoning is not None and self._reasoning_tokens is not None:
             reasoning, answer = self._reasoning.push(answer, final=final)
-            if self._calls is not None:
-                self._thought = (self._thought + reasoning)[-MAX_THOUGHT:]
             if not self._format.shows_reasoning:
                 reasoning = ""
             self.num_reasoning_tokens += self._reasoning_tokens.count(output.token_ids)
@@ -155,7 +148,7 @@ class AnswerParser:
             is_cut = self._tool_spec.required and output.finish_reason == "length"
             parts += [part for part in held_back if not (is_cut and isinstance(part, str))]
         if output.finish_reason == "stop" and self._reasoning is not None and self._reasoning.state is ReasoningState.OPEN:
-            parts += self._calls_after_thought(self._calls.num_calls)
+            parts += self._calls_after_thought(self._reasoning.thought, self._calls.num_calls)
         for part in parts:
             if isinstance(part, str):
                 self._append_calls(deltas, self._custom.end())
@@ -172,8 +165,8 @@ class AnswerParser:
             self._append_calls(deltas, self._custom.end())
         return deltas
 
-    def _calls_after_thought(self, index: int) -> list[ToolCallDelta]:
-        """Returns the calls at the end of reasoning that has no end mark, from `index` on.
+    def _calls_after_thought(self, thought: str, index: int) -> list[ToolCallDelta]:
+        """Returns the calls at the end of the reasoning `thought`, which has no end mark, from `index` on.
 
         Some models forget the mark before a call, which ends the answer.
         """
@@ -181,7 +174,7 @@ class AnswerParser:
         if parser is None:
             return []
         calls: list[ToolCallDelta] = []
-        for part in (*parser.push(self._thought), *parser.end()):
+        for part in (*parser.push(thought), *parser.end()):
             if isinstance(part, str):
                 calls.clear()
             else:

@@ -54,6 +54,9 @@ _RECIPIENT = re.compile(r"to=[^\s<]+\s*$")
 _MAX_HEAD = 256
 """Maximum characters of it."""
 
+MAX_THOUGHT = 8192
+"""Characters of reasoning without an end in which calls are looked for. All are parsed at once, which may take 12 ms."""
+
 TAIL_TOKENS = 32
 """Tokens at the prompt's end in which the chat template may begin or skip the reasoning."""
 
@@ -108,6 +111,8 @@ class ReasoningParser:
     def __init__(self, reasoning: Reasoning) -> None:
         self._format = reasoning.format
         self.state = reasoning.state
+        self.thought = ""
+        """The end of the current reasoning, or of the last one if that is over."""
         self._text = ""
         self._spaces: list[str] = []
         """Whitespace that is dropped if a mark follows it."""
@@ -158,7 +163,7 @@ class ReasoningParser:
                 self._spaces.clear()
 
     def _open(self, text: str) -> None:
-        self.state, self._text, self._begun = ReasoningState.OPEN, text, False
+        self.state, self.thought, self._text, self._begun = ReasoningState.OPEN, "", text, False
         self._spaces.clear()
 
     def _parse_reasoning(self, reasoning: list[str], final: bool) -> None:
@@ -184,6 +189,7 @@ class ReasoningParser:
                 reasoning.append("\n")
             self._begun = True
             reasoning += (*self._spaces, stripped)
+            self.thought = "".join((self.thought, *self._spaces, stripped))[-MAX_THOUGHT:]
             self._spaces.clear()
         if self._begun and len(stripped) < len(text):
             self._spaces.append(text[len(stripped) :])

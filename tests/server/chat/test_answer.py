@@ -50,6 +50,12 @@ def test_a_call_after_reasoning_without_an_end_is_one_more_call(arguments, after
         assert choice.finish_reason == "tool_calls"
 
 
+def test_a_call_in_earlier_reasoning_is_none():
+    thought = f"<|channel|>analysis<|message|>So: {CALL.format('f', '{}')}<|end|><|start|>assistant"
+    for pieces in cuts(f"{thought}<|channel|>analysis<|message|> "):
+        assert parsed(form("openai", "openai_gptoss"), *pieces).calls == []
+
+
 def test_a_hidden_control_token_may_come_in_pieces():
     answers = form("cohere", "cohere_command3", ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"))
     for pieces in cuts("<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>a <|START <<|END_RESPONSE|>b<"):
