@@ -85,6 +85,32 @@ class ChoiceBuilder:
         return self._choice
 
 
+class WholeCalls:
+    """Joins the increments of each call of one choice."""
+
+    def __init__(self) -> None:
+        self._call: ToolCallDelta | None = None
+        """The first increment of the call in progress."""
+        self._arguments: list[str] = []
+
+    def push(self, delta: Delta) -> list[ToolCallDelta]:
+        """Takes the next increment; returns the calls that have ended. A call ends when the next one begins, and with the answer."""
+        ended: list[ToolCallDelta] = []
+        for part in delta.calls:
+            if part.name is not None:
+                ended += self._end()
+                self._call = part
+            self._arguments.append(part.arguments)
+        return ended + self._end() if delta.finish_reason else ended
+
+    def _end(self) -> list[ToolCallDelta]:
+        if self._call is None:
+            return []
+        call, self._call = replace(self._call, arguments="".join(self._arguments)), None
+        self._arguments.clear()
+        return [call]
+
+
 class AnswerParser:
     """Separates the engine's outputs of one answer into reasoning, content and tool calls."""
 

@@ -83,6 +83,15 @@ def test_only_the_first_piece_of_a_call_says_whose_it_is(client, said):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "I look."
 
 
+def test_mistral_s_clients_get_whole_calls(http, said):
+    response = http.post("/v1/chat/completions", json=body(said, stream=True), headers={"user-agent": "mistral-client-python/1.9.11"})
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(response) if chunk]
+    functions = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert functions == [{"name": "get_weather", "arguments": arguments} for arguments in (ZURICH, OSLO)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+    assert all(deltas[:-1])
+
+
 def test_without_content_it_is_null(client):
     request = body('<tool_call>{"name": "get_time"}</tool_call>')
     assert [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**request, stream=True)] == [None] * 3

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.chat.answer import Delta
+from chairlift.chat.answer import Delta, WholeCalls
 from chairlift.chat.tools.json_text import parsed_object
 from chairlift.server.chat.completion import ChatCompletion
 from chairlift.server.chat.request import renamed_fields
@@ -69,9 +69,7 @@ class _Answer:
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._as_message = as_message
-        self._call: tuple[str | None, str, list[str]] | None = None
-        """Id, name and arguments of the call in progress."""
-        self._num_calls = 0
+        self._calls = WholeCalls()
         self._done_reason = "stop"
 
     async def lines(self) -> AsyncGenerator[bytes]:
@@ -117,24 +115,12 @@ class _Answer:
             if delta.logprobs:
                 part["logprobs"] = list(chat_logprobs_json(self._tokenizer, delta.logprobs, self._num_top, False))
             parts.append(part)
-        for call in delta.calls:
-            if call.name is not None:
-                parts += self._end_call()
-                self._call = call.id, call.name, []
-            if self._call is not None:
-                self._call[2].append(call.arguments)
+        for call in self._calls.push(delta):
+            function = {"index": call.index, "name": call.name, "arguments": parsed_object(call.arguments)}
+            parts.append({"message": {"role": "assistant", "content": "", "tool_calls": [{"id": call.id, "function": function}]}})
         if delta.finish_reason:
             self._done_reason = "length" if delta.finish_reason == "length" else "stop"
-            parts += self._end_call()
         return parts
-
-    def _end_call(self) -> list[dict[str, Any]]:
-        if self._call is None:
-            return []
-        (id, name, arguments), self._call = self._call, None
-        call = {"id": id, "function": {"index": self._num_calls, "name": name, "arguments": parsed_object("".join(arguments))}}
-        self._num_calls += 1
-        return [{"message": {"role": "assistant", "content": "", "tool_calls": [call]}}]
 
     def _head(self) -> dict[str, Any]:
         return {"model": self._completion.generation.head["model"], "created_at": utc_time(time.time())}

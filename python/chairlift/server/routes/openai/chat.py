@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.chat.answer import Delta, WholeCalls
 from chairlift.chat.tools.parser import ToolCallDelta
 from chairlift.outputs import TokenLogprobs, ToolCall
 from chairlift.server.chat.completion import ChatCompletion, called
@@ -26,7 +29,9 @@ async def chat_completions(request: Request) -> Response:
     body, ignored = await read_fields(request, ChatRequest)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     completion = await ChatCompletion.begin(request, body, ignored, kind=kind, prefix="chatcmpl-")
-    response = _ChatResponse(body, completion, model_of(request).engine.tokenizer)
+    # Mistral's clients refuse an increment of a call that has no name, and those of OpenAI append a name to the earlier one.
+    whole_calls = request.headers.get("user-agent", "").startswith("mistral-client-")
+    response = _ChatResponse(body, completion, model_of(request).engine.tokenizer, whole_calls=whole_calls)
     if body.stream:
         return EventStream(response.events(), completion.headers, completion.generation.wait_headers)
     whole = await response.whole()
@@ -38,11 +43,13 @@ async def chat_completions(request: Request) -> Response:
 class _ChatResponse:
     """Formats a chat completion as OpenAI does, with tools or the older functions."""
 
-    def __init__(self, body: ChatRequest, completion: ChatCompletion, tokenizer: Any) -> None:
+    def __init__(self, body: ChatRequest, completion: ChatCompletion, tokenizer: Any, *, whole_calls: bool) -> None:
+        """`whole_calls` makes a stream send a call when it has ended."""
         self._body = body
         self._completion = completion
         self._generation = completion.generation
         self._tokenizer = tokenizer
+        self._whole_calls = whole_calls
 
     async def whole(self) -> dict[str, Any]:
         """Returns the response as one object."""
@@ -72,6 +79,7 @@ class _ChatResponse:
         head: dict[str, Any] = generation.head | generation.service_tier_field() | ({"usage": None} if body.include_usage else {})
         templates: dict[tuple[int, bool], EventTemplate] = {}
         started: set[int] = set()
+        calls: defaultdict[int, WholeCalls] = defaultdict(WholeCalls)
         always_usage = body.continuous_usage
 
         def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None, **extra: Any) -> bytes:
@@ -85,6 +93,10 @@ class _ChatResponse:
 
         async with aclosing(self._completion.deltas()) as deltas:
             async for delta in deltas:
+                if self._whole_calls:
+                    delta = replace(delta, calls=calls[delta.index].push(delta))
+                    if delta == Delta(delta.index):
+                        continue
                 if delta.index not in started:
                     started.add(delta.index)
                     yield chunk(delta.index, {"role": "assistant", "content": None if delta.calls and not delta.content else ""})
