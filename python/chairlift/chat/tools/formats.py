@@ -90,8 +90,8 @@ class CommandR(Hermes):
     )
 
     def _call(self) -> ParserSteps:
-        if (yield from self._skip_space()) == "`":
-            yield from self._expect_one_of("```json")
+        yield from self._skip_space()
+        yield from self._expect_one_of(f"{COMMAND_R_CLOSE}json")
         yield from self._objects()
 
 

@@ -185,7 +185,7 @@ GOLDEN = [
         "I look.\nOk ```py``` {}",
         [("f", NESTED), ("get_weather", "{}")],
     ),
-    ("command_r", 'Action: [{"tool_name": "f", "parameters": {}}]', "", [("f", "{}")]),
+    ("command_r", 'Action: [{"tool_name": "f"}] ```x```', 'Action: [{"tool_name": "f"}] ```x```', []),
     ("command_r", 'Action: ```json\n[{"tool_name": "f", "parameters": {oops}}]\n```!', "!", [("f", "{oops}}]\n")]),
     *(
         ("command_r", text, text, [])
