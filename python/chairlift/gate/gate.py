@@ -31,9 +31,9 @@ from chairlift.gate.upstream import (
     Upstream,
     UpstreamFailed,
     check_head,
-    end_with_connection,
     failure,
     passed_on,
+    prepare_body,
     without_secrets,
 )
 from chairlift.gate.whole_events import WholeEvents
@@ -193,7 +193,7 @@ class Gate:
                 if retries and response.status == 503:
                     await upstream.check_ready()
                 check_head(response)
-                end_with_connection(response)
+                prepare_body(response)
                 answer = Answer(response.content_type, sent=sent)
                 if held is not None and response.status == 200:
                     held.answer = answer
@@ -202,7 +202,8 @@ class Gate:
                 begun = True
                 raw.clear()  # it is not read again
                 await send({"type": "http.response.start", "status": response.status, "headers": _answer_headers(response)})
-                await _pass_body(scope, response, answer, held, upstream)
+                # Each event would wake all coroutines between the server and this one. A task of its own is woken alone.
+                await asyncio.create_task(_pass_body(scope, response, answer, held, upstream))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except FAILURES as error:
             if not begun:
@@ -293,12 +294,13 @@ async def _pass_body(scope: Scope, response: Any, answer: Answer, held: Admitted
     # One that is compressed or has a length cannot end with an event of the gate's.
     opaque = "content-length" in response.headers or "content-encoding" in response.headers
     events, passed = WholeEvents("" if opaque else response.content_type), b"\n"
+    on_first_token = None if held is None else held.on_first_token
     try:
-        async for data in response.content.iter_any():
-            before_first_token = answer.ttft is None
+        while data := await response.content.readany():
             answer.feed(data)
-            if held is not None and before_first_token and answer.ttft is not None:
-                held.on_first_token()
+            if on_first_token is not None and answer.ttft is not None:
+                on_first_token()
+                on_first_token = None
             if whole := events.feed(data):
                 passed = whole
                 await raw_send({"type": "http.response.body", "body": whole, "more_body": True})
