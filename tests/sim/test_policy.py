@@ -119,23 +119,30 @@ class Broken(Policy):
 
 def sessions(policy, _):
     turns = [SessionTurn(1.0, 64 * (at + 1), 5, at + 1, calls_tool=True) for at in range(4)]
-    simulate_sessions([RecordedSession(64, [turns], [0, 0, 1, 2, 3])], 2, model="SmolLM2-135M", duration=60.0, scheduling_policy=policy)
+    recorded = [RecordedSession(64, [turns], [0, 0, 1, 2, 3])]
+    return [simulate_sessions(recorded, 2, model="SmolLM2-135M", duration=60.0, scheduling_policy=policy).result]
 
 
 def models(policy, _):
     config = EngineConfig(model="SmolLM2-135M", scheduling_policy=use(policy))
-    results = simulate_models(TRACE, [SharedModel("one", config), SharedModel("two", config)])
-    assert all("OSError: no answer" in one.policy_failure for one in results.results.values())
+    return simulate_models(TRACE, [SharedModel("one", config), SharedModel("two", config)]).results.values()
 
 
 def recorded(policy, folder):
     (folder / "day.journal").write_bytes(watched().journal)
-    Recording(folder / "day.journal").what_if({"scheduling_policy": use(policy)})
+    return [Recording(folder / "day.journal").what_if({"scheduling_policy": use(policy)})]
 
 
-@pytest.mark.parametrize("run", [sessions, models, recorded])
+def replicas(policy, _):
+    return simulate(TRACE, scheduling_policy=policy, replicas=2, **SIZES).replicas
+
+
+@pytest.mark.parametrize("run", [sessions, models, recorded, replicas])
 def test_every_kind_of_simulation_reports_a_failure(run, tmp_path, caplog):
-    run(Broken(), tmp_path)
+    """A result keeps what was raised in its own run."""
+    results = list(run(Broken(), tmp_path))
+    simulate(TRACE, scheduling_policy=type("Broken", (Policy,), {})(), **SIZES)
+    assert all("OSError: no answer" in result.policy_failure for result in results)
     assert "the policy Broken failed, and the queue went on in the order of arrival: OSError: no answer (line" in caplog.text
 
 

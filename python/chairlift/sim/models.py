@@ -120,11 +120,14 @@ class SharedMachine:
         """Simulates a workload whose column `model` has indices into the models. Raises InvalidSetting if settings are impossible."""
         shared = [(settings, steps.numbers, weight, itl) for _, settings, steps, weight, itl in self.models]
         start = time.perf_counter()
-        with simulating(*(settings.get("scheduling_policy") for _, settings, *_ in self.models)):
+        policies = [settings.get("scheduling_policy") for _, settings, *_ in self.models]
+        with simulating(*policies) as failures:
             reports = _core.simulate_models(workload.requests, workload.names, workload.name_block, list(workload.tenants), shared)
         wall = time.perf_counter() - start
-        pairs, weights = zip(self.models, reports, strict=True), dict(workload.tenants)
-        return ModelsResult({name: Result([report], settings, wall, weights=weights) for (name, settings, *_), report in pairs}, wall)
+        weights, results = dict(workload.tenants), {}
+        for (name, settings, *_), policy, report in zip(self.models, policies, reports, strict=True):
+            results[name] = Result([report], settings, wall, weights=weights, policy_failure=failures[policy])
+        return ModelsResult(results, wall)
 
     def times(self, factor: float) -> SharedMachine:
         """The same machine with steps that take `factor` times as long."""

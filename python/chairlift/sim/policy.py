@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("chairlift")
 
-_last_failures: dict[str | None, str | None] = {}
-
 HELP = dict(_core.POLICIES)
 """What goes first under each policy that simulations know, by its name."""
 
@@ -115,19 +113,14 @@ def load(text: str) -> str:
     return use(policy)
 
 
-def report_failure(name: str | None) -> None:
-    """Logs what a policy of this name raised in the last simulation, if it did, and keeps it for `last_failure`.
+def report_failure(name: str | None) -> str | None:
+    """Logs what a policy of this name raised in the last simulation, with its line, and returns it; None if it worked.
 
     Raises what is no error, such as KeyboardInterrupt.
     """
-    _last_failures[name] = failure = failure_of(name)
-    if failure is not None:
+    if (failure := failure_of(name)) is not None:
         log.warning("the policy %s failed, and the queue went on in the order of arrival: %s", name, failure)
-
-
-def last_failure(name: str | None) -> str | None:
-    """What the policy of this name raised in its last simulation in this process, with its line; None if nothing."""
-    return _last_failures.get(name)
+    return failure
 
 
 def failure_of(name: str | None, *, for_good: bool = False) -> str | None:

@@ -66,8 +66,8 @@ class Recording:
         """Simulates the recorded requests with the recorded settings, updated by `settings`, named as in `_core.Scheduler`."""
         start = time.perf_counter()
         report = self._call("these settings are impossible", _core.what_if, dict(settings))
-        report_failure(settings.get("scheduling_policy"))
-        return Result([report["report"]], report["config"], time.perf_counter() - start)
+        failure = report_failure(settings.get("scheduling_policy"))
+        return Result([report["report"]], report["config"], time.perf_counter() - start, policy_failure=failure)
 
     def workload(self) -> Workload:
         """The recorded requests, with the lengths of their outputs and their drafts, for a simulation of another load or machine.

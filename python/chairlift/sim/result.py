@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from chairlift.errors import InvalidSetting
 from chairlift.sim import groups
 from chairlift.sim.groups import ABORT, DEADLINE, ERROR, GROUPS, LENGTH, STOP, percentiles
-from chairlift.sim.policy import last_failure
 
 if TYPE_CHECKING:
     from chairlift import _core
@@ -53,6 +52,7 @@ class Result:
     array of samples for plots: time, batch (sequences in the step), tokens, running, waiting, blocks in use, and saturation in thousandths.
     Figures cover all steps. With several replicas, `replicas` has a result for each, `requests` covers all, and `timeline` is that of the
     first. `recorded` is set for a recorded run, whose refused requests are unknown. `weights` are those of tenants, 1 by default.
+    `policy_failure` is what the policy raised, if it is one in Python and failed: the order of arrival took its place.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Result:
         *,
         recorded: bool = False,
         weights: Mapping[str, int] | None = None,
+        policy_failure: str | None = None,
     ) -> None:
         first = reports[0]
         self._labels = {group: np.concatenate([labels(report, group) for report in reports]) for group in GROUPS}
@@ -73,8 +74,7 @@ class Result:
         self.wall = wall
         """Seconds that the simulation took to run."""
         self.recorded = recorded
-        self.policy_failure = last_failure(config.get("scheduling_policy"))
-        """What the policy raised, if it is one in Python and failed: the order of arrival took its place."""
+        self.policy_failure = policy_failure
         self.state_names: tuple[str, ...] = tuple(first["states"])
         self.requests: NDArray[Any] = np.concatenate([ended(report) for report in reports])
         self.refused: list[int] = [tag for report in reports for tag, _ in report["refused"]]
@@ -89,7 +89,9 @@ class Result:
         self._max_batch, self._max_blocks = max(max_batch), max(max_blocks)
         self._gaps = np.concatenate([np.frombuffer(report["gaps"], _BUCKET) for report in reports])
         self._steps = np.concatenate([np.frombuffer(report["step_times"], _BUCKET) for report in reports])
-        self.replicas = [Result([report], config, wall, weights=weights) for report in reports] if len(reports) > 1 else [self]
+        self.replicas = [self]
+        if len(reports) > 1:
+            self.replicas = [Result([report], config, wall, weights=weights, policy_failure=policy_failure) for report in reports]
 
     @property
     def span(self) -> float:

@@ -137,7 +137,8 @@ def run(
     start = time.perf_counter()
     steps = step_time.numbers
     columns, names, tenants = workload.requests, workload.names, list(workload.tenants)
-    with simulating(settings.get("scheduling_policy")):
+    policy = settings.get("scheduling_policy")
+    with simulating(policy) as failures:
         reports = _core.simulate(
             columns,
             names,
@@ -150,18 +151,22 @@ def run(
             replicas=replicas,
             routing=routing,
         )
-    return Result(reports, settings, time.perf_counter() - start, weights=dict(tenants))
+    return Result(reports, settings, time.perf_counter() - start, weights=dict(tenants), policy_failure=failures[policy])
 
 
 @contextmanager
-def simulating(*policies: str | None) -> Iterator[None]:
-    """Raises InvalidSetting if what the block simulates is impossible. Logs what these policies raised in it."""
+def simulating(*policies: str | None) -> Iterator[dict[str | None, str | None]]:
+    """Raises InvalidSetting if what the block simulates is impossible. Logs what these policies raised in it.
+
+    Gives what each raised, or None, once the block has ended.
+    """
+    failures: dict[str | None, str | None] = {}
     try:
-        yield
+        yield failures
     except (ValueError, OverflowError) as error:
         raise InvalidSetting(f"this cannot be simulated: {error}") from None
     for policy in dict.fromkeys(policies):  # one that several models have is asked once
-        report_failure(policy)
+        failures[policy] = report_failure(policy)
 
 
 def longest_request(settings: Mapping[str, Any]) -> int:

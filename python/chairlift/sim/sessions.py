@@ -54,8 +54,9 @@ class SessionsResult:
         span: float,
         wall: float,
         weights: Mapping[str, int],
+        policy_failure: str | None = None,
     ) -> None:
-        self.result = Result(report["engines"], settings, wall, weights=weights)
+        self.result = Result(report["engines"], settings, wall, weights=weights, policy_failure=policy_failure)
         """All requests, with those of the warm-up."""
         self.users, self.span, self.wall = users, span, wall
         self._recorded = recorded
@@ -203,7 +204,8 @@ def run_sessions(
     of_tiers = {**TIER_WEIGHTS, **(tier_weights or {})}
     tenants = sorted({session.tenant for session in sessions}.union(weights if beside else ()))
     start = time.perf_counter()
-    with simulating(numbers.get("scheduling_policy")):
+    policy = numbers.get("scheduling_policy")
+    with simulating(policy) as failures:
         report = _core.simulate_sessions(
             *_arrays(sessions, tenants, weights, of_tiers),
             sessions[0].block,
@@ -216,7 +218,8 @@ def run_sessions(
             read_ns_per_block=read_ns_per_block,
             beside=None if beside is None else _beside(beside, tenants),
         )
-    return SessionsResult(report, sessions, numbers, users, duration, time.perf_counter() - start, weights)
+    wall = time.perf_counter() - start
+    return SessionsResult(report, sessions, numbers, users, duration, wall, weights, failures[policy])
 
 
 def _beside(workload: Workload, tenants: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
