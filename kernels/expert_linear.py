@@ -149,6 +149,15 @@ def expert_linear(
     return out
 
 
+def torch_is_faster(x: torch.Tensor, rows: int, experts: int) -> bool:
+    """Whether torch multiplies so many rows x by matrices that are not quantised faster, and without waiting for the device.
+
+    Its `_grouped_mm` has a kernel for bfloat16 on sm_90. Elsewhere it copies the numbers of rows to the host, which no graph can capture,
+    or raises an error (torch 2.8).
+    """
+    return x.dtype == torch.bfloat16 and rows >= FEW * experts and device_limits(x.device).capability[0] == HOPPER
+
+
 def expert_settings(choices: int, experts: int, quantised: bool, grouped: bool, limits: DeviceLimits) -> tuple[LaunchSettings, int]:
     """Settings for so many choices of experts, and BLOCK_K. With `grouped` a program has sums of a group of inputs beside those of all.
 

@@ -23,11 +23,23 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("tokens", "grouped"), [(5, 0), (200, 2)])
-def test_experts_in_bfloat16_are_two_products_on_a_device_and_nothing_waits_for_it(tokens, grouped, monkeypatch):
-    """Those of few rows are ours."""
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "capability", "grouped"),
+    [
+        (5, torch.bfloat16, (9, 0), 0),
+        (200, torch.bfloat16, (9, 0), 2),
+        # torch's own product waits for these devices, and for this dtype.
+        *((200, torch.bfloat16, capability, 0) for capability in ((8, 0), (8, 9), (10, 0), (12, 0))),
+        (200, torch.float16, (9, 0), 0),
+    ],
+)
+def test_experts_in_16_bits_are_two_products_on_a_device_and_nothing_waits_for_it(tokens, dtype, capability, grouped, monkeypatch):
+    """Those of many rows in bfloat16 are torch's on a Hopper, and all others are ours."""
     pytest.importorskip("triton", reason="Triton is not made for this platform")
-    from chairlift.kernels import expert_linear, sort_experts
+    from chairlift.kernels import expert_linear, launch_settings, sort_experts
+
+    limits = launch_settings.INTERPRETER._replace(capability=capability)
+    monkeypatch.setattr(expert_linear, "device_limits", lambda device: limits)
 
     ours = []
 
@@ -40,11 +52,11 @@ def test_experts_in_bfloat16_are_two_products_on_a_device_and_nothing_waits_for_
         sort_experts, "sort_experts", lambda experts, count: (experts.flatten().int(), torch.empty(count, dtype=torch.int32))
     )
     with FakeTensorMode(), torch.device("cuda"), Calls() as calls:
-        gate_up, down = torch.empty(8, 96, 64, dtype=torch.bfloat16), torch.empty(8, 64, 96, dtype=torch.bfloat16)
+        gate_up, down = torch.empty(8, 96, 64, dtype=dtype), torch.empty(8, 64, 96, dtype=dtype)
         experts = Experts(gate_up=gate_up, down=down, biases=None, activation="relu2", clamp=None)
         choice = Choice(scores="sigmoid", used=3, bias=torch.empty(8), epsilon=1e-20, scale=2.0)
-        out = experts(torch.empty(tokens, 64, dtype=torch.bfloat16), *choice(torch.empty(tokens, 8)))
-    assert (out.shape, out.dtype) == ((tokens, 64), torch.bfloat16)
+        out = experts(torch.empty(tokens, 64, dtype=dtype), *choice(torch.empty(tokens, 8)))
+    assert (out.shape, out.dtype) == ((tokens, 64), dtype)
     assert calls.counts["_grouped_mm"] == grouped
     assert ours == ([] if grouped else [True, False])
     # These read from the device to the host.

@@ -103,12 +103,12 @@ class Rows:
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, *, spread: bool) -> torch.Tensor:
         """Maps rows by their experts' matrices. With `spread` x is [tokens, in] and the result is sorted; else x is sorted.
 
-        A GPU reads the matrices of a few rows as fast as its memory, and multiplies those of many with torch.
+        A GPU multiplies them in 16 bits with our kernel, or with torch's where that is faster.
         """
         if x.is_cuda and x.element_size() == 2:
             from chairlift.kernels import expert_linear as kernel  # as above
 
-            if isinstance(weight, Quantised) or len(self.order) < kernel.FEW * len(self.ends):
+            if isinstance(weight, Quantised) or not kernel.torch_is_faster(x, len(self.order), len(self.ends)):
                 used = self.experts.shape[1]
                 return kernel.expert_linear(x, _stored(weight), bias, (self.order, self.ends), used, spread=spread)
         if spread:
@@ -130,7 +130,8 @@ def _stored(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None, torch.Te
 def grouped_mm(x: torch.Tensor, weights: Weight, ends: torch.Tensor) -> torch.Tensor:
     """Multiplies x [rows, in] by the transposed weights [experts, out, in]; expert e has the rows before `ends[e]`, int32 [experts].
 
-    A GPU computes all experts in one launch in bfloat16. In another dtype it waits for the numbers of rows.
+    On a GPU, bfloat16 is for the devices of `torch_is_faster`, which compute all experts in one launch. Other dtypes wait for the numbers
+    of rows.
     """
     if x.is_cuda and x.dtype == torch.bfloat16 and isinstance(weights, torch.Tensor):
         product: torch.Tensor = torch._grouped_mm(x, weights.mT, offs=ends)
