@@ -198,6 +198,24 @@ def test_a_cuda_device_keeps_all_as_the_checkpoint_does(checkpoint, kept):
     assert decided(dtype=checkpoint, device="cuda") == Precision(kept, "none", kept, kept)
 
 
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"])
+def test_activations_that_exceed_float16_are_in_bfloat16(architecture):
+    model = replace(MODEL, architecture=architecture)
+    for quantization, settings in ((None, {"device": "cuda"}), ("gptq", {"device": "cuda"}), ("gptq", {"device": "cpu"})):
+        found = in_torch(model=replace(model, dtype="float16", quantization=quantization), **settings)
+        assert (found.compute, found.kv) == ("bfloat16", "bfloat16")
+    assert (
+        reasons(decided(dtype="float16", device="cuda", model=model))["weights"] == "bfloat16: activations exceed float16's largest number"
+    )
+    for device in ("cuda", "cpu"):
+        with pytest.raises(
+            InvalidSetting, match=f"--dtype float16: activations of {architecture} exceed its largest number; take bfloat16"
+        ):
+            in_torch(model=model, device=device, dtype="float16")
+    # Rust computes activations in float32.
+    assert decide(EngineConfig(device="cpu", dtype="float16"), model, 10**12).weights == "float16"
+
+
 def test_a_cuda_device_keeps_one_form_but_may_have_kv_in_8_bits():
     config = EngineConfig(device="cuda", dtype="float16", kv_cache_dtype="float16", quantization="none")
     assert decide(config, MODEL, 0) == Precision("float16", "none", "float16", "float16")

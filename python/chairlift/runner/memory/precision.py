@@ -27,6 +27,8 @@ ROW_SCALE_BYTES = 4
 FP8_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with fp8 products. Rows and columns must be multiples of FP8_ALIGNMENT."""
 FP8_ALIGNMENT = 16
+BEYOND_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM")
+"""Architectures whose activations exceed float16's largest number, 65504. vLLM computes none of them in float16 either."""
 
 Bf16Products = Literal["none", "vectors", "tiles"]
 """The unit that multiplies bfloat16 numbers."""
@@ -225,10 +227,15 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int, capabilit
     if quantization:
         _check_quantization(quantization, config, model, quantised, capability)
     usual = model.dtype in ("float16", "float32", "bfloat16")
+    large = model.architecture in BEYOND_FLOAT16
+    if config.dtype == "float16" and large:
+        raise InvalidSetting(f"--dtype float16: activations of {model.architecture} exceed its largest number; take bfloat16")
     if config.dtype != "auto":
         compute, why = config.dtype, asked("--dtype")
     elif quantization == "fp8":
         compute, why = "bfloat16", "the output dtype of fp8 products"
+    elif model.dtype == "float16" and large and (config.device == "cuda" or quantised):
+        compute, why = "bfloat16", "activations exceed float16's largest number"
     elif config.device == "cuda" or quantised:
         compute, why = (str(model.dtype), "as in the checkpoint") if usual else ("bfloat16", "the checkpoint names no supported dtype")
     else:
