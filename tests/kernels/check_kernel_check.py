@@ -45,7 +45,7 @@ def test_every_kernel_is_compared(monkeypatch):
         InterpretedFunction, "run", lambda self, *given, **named: launched.add(self.fn.__name__) or run(self, *given, **named)
     )
     found = list(kernel_check.check_kernels(torch.device("cpu"), torch.float32, 600))
-    assert len(found) == 21
+    assert len(found) == 24
     assert not [check for check in found if not check.ok]
     modules = [import_module(found.name) for found in walk_packages(kernels.__path__, "chairlift.kernels.")]
     assert launched == {name for module in modules for name in vars(module) if name.endswith("_kernel")}

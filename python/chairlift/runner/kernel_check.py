@@ -89,7 +89,8 @@ def _checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Cal
 
     for kind in ("int8", "fp8", "int4"):
         yield f"linear, {kind} weights", partial(_linear, draw, kind)
-    yield "experts, MXFP4 weights", partial(_experts, draw)
+    for kind in ("16 bits", "fp8", "int4", "MXFP4"):
+        yield f"experts, weights of {kind}", partial(_experts, draw, kind)
     for rule in ("gated delta rule", "state space"):
         yield f"recurrent layer, {rule}", partial(_recurrent, draw, device, delta=rule == "gated delta rule")
     yield "copy_blocks", partial(_copies, draw, device)
@@ -206,7 +207,7 @@ def _linear(draw: Draw, kind: str) -> float:
     )
 
 
-def _experts(draw: Draw) -> float:
+def _experts(draw: Draw, kind: str) -> float:
     """Both products of experts, of numbers that no rounding to fp16 changes, and of the same numbers in torch on the host."""
     from chairlift.kernels.expert_linear import expert_linear
     from chairlift.kernels.sort_experts import sort_experts
@@ -214,15 +215,29 @@ def _experts(draw: Draw) -> float:
     half = draw(1).dtype if draw(1).element_size() == 2 else torch.float16
     choices = draw(9, 4).topk(2).indices.contiguous()
     sorted_rows, host = sort_experts(choices, 4), Rows.sort(choices.cpu(), 4)
-    numbers = draw(4, 96, 32).float().mul(60).int().remainder(256).to(torch.uint8)
-    weight = linear.Quantised(numbers, torch.full_like(numbers[..., :2], 127), None, 32)
-    whole = linear.Quantised(numbers.cpu(), weight.scale.cpu(), None, 32)
+    weight = _expert_weights(draw, kind)
+    numbers, scale, zero, group = weight.stored
+    whole = linear.dequantise(
+        linear.Quantised(*(None if part is None else part.flatten(0, 1).cpu() for part in (numbers, scale, zero)), group), torch.float32
+    ).view(4, 96, 64)
+    stored = (whole.to(numbers.device, half), None, None, 0) if kind == "16 bits" else weight.stored
     errors = [float((sorted_rows[0].cpu() != host.order).any())]
     for spread, rows in ((True, 9), (False, 18)):
         x = draw(rows, 64).float().round().to(half)
         expected = host.linear(x.float().cpu(), whole, None, spread=spread)
-        errors.append(_error(expert_linear(x, weight.stored, None, sorted_rows, 2, spread=spread), expected))
+        errors.append(_error(expert_linear(x, stored, None, sorted_rows, 2, spread=spread), expected))
     return max(errors)
+
+
+def _expert_weights(draw: Draw, kind: str) -> linear.Quantised:
+    """Weights [4, 96, 64] of four experts, with small integers or MXFP4's numbers, and powers of two as scales."""
+    if kind in ("16 bits", "fp8"):
+        return linear.Quantised(draw(4, 96, 64).float().round().to(torch.float8_e4m3fn), torch.exp2(draw(4, 96, 1).float().round()))
+    pairs = draw(4, 96, 32).float().mul(60).int().remainder(256).to(torch.uint8)
+    if kind == "MXFP4":
+        return linear.Quantised(pairs, torch.full_like(pairs[..., :2], 127), None, 32)
+    zero = (draw(4, 96, 2) + 8).clamp(0, 15).to(torch.uint8)
+    return linear.Quantised(pairs, torch.exp2(draw(4, 96, 2).float().round().clamp(-2, 2)).half(), zero, 32)
 
 
 def _rounded(draw: Draw, dtype: torch.dtype) -> float:
