@@ -7,11 +7,13 @@ import pytest
 import tiny_models
 from tiny_transformers import configure
 
+from chairlift.checkpoint.cache import LINK
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.models.config import load_shape
 from chairlift.models.transformers_config import TransformersConfig
 from chairlift.runner.build import build_runner, choose_backend
+from chairlift.runner.memory.device_memory import HostMemory
 from chairlift.runner.rust_backend import RustBackend
 from chairlift.runner.torch_backend import TorchBackend
 
@@ -67,6 +69,18 @@ def test_the_start_table_says_that_the_flag_chose_the_code(directory, runner, co
     assert tuple(made.decisions[0]) == ("code", code, "--runner says so")
     unused = f"{directory / 'config.json'} has entries that are not known here and not used: depth_of_thought"
     assert [message for message in caplog.messages if "entries" in message] == [unused]
+
+
+def test_a_cuda_device_computes_a_gguf_file_in_16_bits(directory):
+    model = load_shape(directory)
+    assert model.dtype == "float32"
+    config, memory = EngineConfig(device="cuda"), HostMemory()
+    found = {}
+    for name in ("safetensors", "gguf"):
+        if name == "gguf":
+            (directory / LINK).symlink_to(directory / "model.gguf")
+        found[name] = TorchBackend(config, directory, model, 1, memory=memory).decide(10**12).compute
+    assert found == {"safetensors": "float32", "gguf": "bfloat16"}
 
 
 def test_a_context_length_for_all_models_is_not_used_by_one_that_was_made_for_less(directory):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
 from chairlift.models.config import ModelConfig
@@ -66,7 +67,8 @@ class TorchBackend:
         """Chooses the dtypes."""
         # Without a device, as in tests, the lowest capability is assumed.
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else FP8_CAPABILITY
-        return decide(self._config, self.model, available, in_torch=True, capability=capability)
+        is_gguf = gguf_link(self._directory) is not None
+        return decide(self._config, self.model, available, in_torch=True, capability=capability, is_gguf=is_gguf)
 
     def load(self, precision: Precision) -> ModelExecutor:
         """Loads the weights."""

@@ -216,6 +216,14 @@ def test_activations_that_exceed_float16_are_in_bfloat16(architecture):
     assert decide(EngineConfig(device="cpu", dtype="float16"), model, 10**12).weights == "float16"
 
 
+def test_a_cuda_device_multiplies_a_gguf_file_out_to_16_bits():
+    found = decide(EngineConfig(device="cuda"), MODEL, 10**12, is_gguf=True)
+    assert found == Precision("bfloat16", "none", "bfloat16", "bfloat16")
+    assert reasons(found)["weights"].startswith("bfloat16: a GGUF file's numbers, multiplied out; float32 rounds none")
+    assert decide(EngineConfig(device="cuda", dtype="float32"), MODEL, 10**12, is_gguf=True).compute == "float32"
+    assert decide(EngineConfig(device="cpu"), MODEL, 10**12, in_torch=True, is_gguf=True).compute == "float32"
+
+
 def test_a_cuda_device_keeps_one_form_but_may_have_kv_in_8_bits():
     config = EngineConfig(device="cuda", dtype="float16", kv_cache_dtype="float16", quantization="none")
     assert decide(config, MODEL, 0) == Precision("float16", "none", "float16", "float16")

@@ -75,18 +75,19 @@ def decide(
     capability: tuple[int, int] = FP8_CAPABILITY,
     bf16: Bf16Products = "none",
     byte_products: bool = False,
+    is_gguf: bool = False,
 ) -> Precision:
     """Chooses the dtypes that the settings leave open, for `available` bytes of free memory. The settings' device is cpu or cuda.
 
     In several processes `model` is the part of one. `blocks` are the bytes of a GGUF file's blocks and of its tensors that become fp32; 0
-    for other checkpoints. `in_torch` is whether torch computes the model on a CPU. `capability` is the CUDA device's compute capability.
-    `bf16` is the unit that multiplies bfloat16 in the CPU kernels' instruction set, and `byte_products` whether it multiplies the codes of
-    blocks as bytes.
+    for other checkpoints. `in_torch` is whether torch computes the model on a CPU, and `is_gguf` whether torch reads a GGUF file.
+    `capability` is the CUDA device's compute capability. `bf16` is the unit that multiplies bfloat16 in the CPU kernels' instruction set,
+    and `byte_products` whether it multiplies the codes of blocks as bytes.
 
     Raises InvalidSetting if the device does not support a setting or the weights do not fit.
     """
     if config.device == "cuda" or in_torch:
-        return _in_torch(config, model, available, capability)
+        return _in_torch(config, model, available, capability, is_gguf)
     if config.kv_cache_dtype == "fp8":
         raise InvalidSetting("--kv-cache-dtype fp8 is for CUDA devices: int8 takes as little on a CPU")
     if config.quantization == "fp8":
@@ -220,26 +221,13 @@ def _quantization(config: EngineConfig, model: ModelShape, weights: str, size: i
     return "int8", f"in {weights} the weights would take {gib(size)}, and {gib(available)} of memory are free"
 
 
-def _in_torch(config: EngineConfig, model: ModelShape, available: int, capability: tuple[int, int]) -> Precision:
-    """torch's choice: one dtype for weights, activations and KV. It is the checkpoint's on a CUDA device, fp32 on a CPU if that fits."""
+def _in_torch(config: EngineConfig, model: ModelShape, available: int, capability: tuple[int, int], is_gguf: bool) -> Precision:
+    """torch's choice: one dtype for weights, activations and KV."""
     quantised = model.quantization if config.load_format != "dummy" else None
     quantization = config.quantization if config.quantization in EIGHT_BITS else None
     if quantization:
         _check_quantization(quantization, config, model, quantised, capability)
-    usual = model.dtype in ("float16", "float32", "bfloat16")
-    large = model.architecture in BEYOND_FLOAT16
-    if config.dtype == "float16" and large:
-        raise InvalidSetting(f"--dtype float16: activations of {model.architecture} exceed its largest number; take bfloat16")
-    if config.dtype != "auto":
-        compute, why = config.dtype, asked("--dtype")
-    elif quantization == "fp8":
-        compute, why = "bfloat16", "the output dtype of fp8 products"
-    elif model.dtype == "float16" and large and (config.device == "cuda" or quantised):
-        compute, why = "bfloat16", "activations exceed float16's largest number"
-    elif config.device == "cuda" or quantised:
-        compute, why = (str(model.dtype), "as in the checkpoint") if usual else ("bfloat16", "the checkpoint names no supported dtype")
-    else:
-        compute, why = _fitting(model, available, quantization)
+    compute, why = _compute(config, model, available, quantised, quantization, is_gguf)
     kv, why_kv = compute, "the compute dtype" if quantised or quantization else "as the weights"
     weights = compute
     per_token = quantised is not None and _per_token(config, model, compute, capability)
@@ -258,6 +246,28 @@ def _in_torch(config: EngineConfig, model: ModelShape, available: int, capabilit
     arithmetic = Decision("arithmetic", "fp8" if per_token or quantization == "fp8" else compute, "the dtype of activations")
     decisions = (Decision("weights", weights, why), arithmetic, Decision("KV dtype", kv, why_kv))
     return Precision(compute, quantised or quantization or "none", kv, compute, per_token, decisions)
+
+
+def _compute(
+    config: EngineConfig, model: ModelShape, available: int, quantised: str | None, quantization: str | None, is_gguf: bool
+) -> tuple[str, str]:
+    """torch's dtype of activations and the reason. It is the checkpoint's on a CUDA device, float32 on a CPU if that fits."""
+    large = model.architecture in BEYOND_FLOAT16
+    if config.dtype == "float16" and large:
+        raise InvalidSetting(f"--dtype float16: activations of {model.architecture} exceed its largest number; take bfloat16")
+    if config.dtype != "auto":
+        return config.dtype, asked("--dtype")
+    if quantization == "fp8":
+        return "bfloat16", "the output dtype of fp8 products"
+    if config.device != "cuda" and not quantised:
+        return _fitting(model, available, quantization)
+    if is_gguf:
+        return "bfloat16", "a GGUF file's numbers, multiplied out; float32 rounds none and takes twice the memory (--dtype)"
+    if model.dtype == "float16" and large:
+        return "bfloat16", "activations exceed float16's largest number"
+    if model.dtype in ("float16", "float32", "bfloat16"):
+        return model.dtype, "as in the checkpoint"
+    return "bfloat16", "the checkpoint names no supported dtype"
 
 
 def _per_token(config: EngineConfig, model: ModelShape, compute: str, capability: tuple[int, int]) -> bool:
