@@ -602,8 +602,10 @@ def test_the_template_tells_the_syntax(template, syntax):
     assert parser_for_template(template) is TOOL_PARSERS[syntax]
 
 
-def test_every_syntax_can_be_chosen():
-    assert set(ServerConfig.__dataclass_fields__["tool_call_parser"].metadata["choices"]) == {"auto", *TOOL_PARSERS}
+def test_the_flag_chooses_among_all_parsers():
+    """The settings name them, because a command imports its settings before what parses answers."""
+    flag = ServerConfig.__dataclass_fields__["tool_call_parser"].metadata
+    assert {"auto", *flag["spellings"].values(), *TOOL_PARSERS} == set(flag["choices"])
 
 
 @pytest.mark.parametrize(
