@@ -283,6 +283,23 @@ def test_a_gate_behind_itself_answers_and_a_gate_behind_another_passes():
     asyncio.run(main())
 
 
+def test_header_values_pass_unchanged_in_any_encoding():
+    values = ["caf\u00e9".encode(), "caf\u00e9".encode("latin-1"), b"\xc3\xff\xed\xa0\x80", b"a\x01\x7f\tb"]
+
+    async def answer(request):
+        got.extend(value.encode("latin-1") for name, value in request.headers.items() if name.startswith("x-value"))
+        await request.send_raw(OK + b"".join(b"x-value: %s\r\n" % value for value in values) + BODY)
+
+    async def main():
+        async with behind(answer) as (_, base, client):
+            return await client.get(base + "/v1/other", headers=[(f"x-value-{index}".encode(), one) for index, one in enumerate(values)])
+
+    got = []
+    response = asyncio.run(main())
+    assert got == values
+    assert [value for name, value in response.headers.raw if name == b"x-value"] == values
+
+
 def test_a_websocket_is_refused():
     async def answer(request):
         await request.send("200 OK", b"{}")

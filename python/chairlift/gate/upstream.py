@@ -9,9 +9,11 @@ import socket
 import sys
 from base64 import b64encode
 from typing import Any
+from collections.abc import Mapping
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import http_writer
 from yarl import URL
 
 from chairlift.errors import ChairliftError
@@ -107,7 +109,7 @@ class Upstream:
 
         `target` begins with a slash.
         """
-        sent = [(name.decode("latin-1"), _text(value)) for name, value in passed_on(headers)]
+        sent = [(name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed_on(headers)]
         if self._authorization is not None:
             sent = [(name, value) for name, value in sent if name not in ("authorization", "x-api-key")]
             sent.append(("authorization", self._authorization))
@@ -185,12 +187,13 @@ def passed_on(headers: RawHeaders) -> RawHeaders:
     return [(name, value) for name, value in headers if name.lower() not in dropped]
 
 
-def _text(value: bytes) -> str:
-    """A header's value for the client library, which encodes it as UTF-8."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
+def _head(status_line: str, headers: Mapping[str, str]) -> bytes:
+    """The bytes of a request's head. aiohttp's own function leaves out the bytes of values that are not UTF-8."""
+    lines = [status_line, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    return "\r\n".join(lines).encode("utf-8", "surrogateescape")
+
+
+http_writer._serialize_headers = _head  # type: ignore[assignment]
 
 
 def without_secrets(url: str) -> str:
