@@ -27,14 +27,17 @@ class Chats(Server):
 
     async def _chat(self, request):
         content = json.loads(request.body or b"{}").get("messages", [{"content": ""}])[0]["content"]
+        if content == "drop":
+            return  # the connection is closed
         if content == "busy":
             await request.send("503 Service Unavailable", b'{"error":{"message":"the queue is full"}}', "retry-after: 1")
         elif not self.ready and request.target == PATH:
             await request.send("503 Service Unavailable", b'{"error":{"message":"Loading model"}}')
         elif content == "wait":
-            await request.send_raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: 1\n\n")
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            await request.send_raw(head + b"9\r\ndata: 1\n\n\r\n")
             await self.go.wait()
-            await request.send_raw(b"data: [DONE]\n\n")
+            await request.send_raw(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         else:
             await asyncio.sleep(0.01)
             await request.send("200 OK", self._answer_body)
@@ -115,6 +118,35 @@ def test_an_upstream_that_is_gone_is_left_out_until_it_is_back(caplog):
             await until(lambda: f"{first.url} is ready again" in caplog.text)
             assert await client.chats(4) == [200] * 4
             assert len(first.chats) == 4
+
+    run(test)
+
+
+def test_one_dropped_connection_takes_no_upstream_out(caplog, monkeypatch):
+    monkeypatch.setattr("chairlift.gate.upstream.PROBE_SECONDS", 1000)
+    caplog.set_level("INFO")
+
+    async def test(client, first, second):
+        assert (await client.chat("drop")).status_code == 502
+        for one in (first, second):
+            assert len(one.chats) == 1
+            await until(lambda one=one: f"{one.url} is ready again" in caplog.text)
+        assert await client.chats(4) == [200] * 4
+        assert (len(first.chats), len(second.chats)) == (3, 3)
+
+    run(test)
+
+
+def test_a_restart_under_a_stream_is_noticed(caplog, monkeypatch):
+    monkeypatch.setattr("chairlift.gate.upstream.PROBE_SECONDS", 1000)
+
+    async def test(client, first, second):
+        streams = [asyncio.create_task(client.chat("wait")) for _ in range(2)]
+        await until(lambda: first.chats and second.chats)
+        await first.stop()
+        await until(lambda: f"{first.url} cannot be reached" in caplog.text)
+        second.go.set()
+        assert sorted("upstream_failed" in one.text for one in await asyncio.gather(*streams)) == [False, True]
 
     run(test)
 

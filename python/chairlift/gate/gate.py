@@ -27,6 +27,7 @@ from chairlift.gate.prompt import Prompt, read_body, read_prompt
 from chairlift.gate.token_counter import TokenCounter
 from chairlift.gate.upstream import (
     FAILURES,
+    NOT_READY,
     RawHeaders,
     Upstream,
     UpstreamFailed,
@@ -183,14 +184,14 @@ class Gate:
     ) -> None:
         """Sends a request to an upstream and its answer to the client. Raises UpstreamFailed as long as the client has got nothing.
 
-        With `retries` a status of 503 is such a failure, if `/health` says the same: the upstream loads its model, or is about to end.
+        With `retries` a status of NOT_READY is such a failure, if `/health` has one too: the upstream loads its model, or is about to end.
         """
         upstream, scope, begun = self._upstreams[number], request.scope, False
         target = scope["raw_path"].decode("latin-1") + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
         sent = time.monotonic()
         try:
             async with upstream.request(request.method, target, self._headers(scope["headers"], request), raw) as response:
-                if retries and response.status == 503:
+                if retries and response.status in NOT_READY:
                     await upstream.check_ready()
                 check_head(response)
                 prepare_body(response)
@@ -206,6 +207,7 @@ class Gate:
                 await asyncio.create_task(_pass_body(scope, response, answer, held, upstream))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except FAILURES as error:
+            upstream.ask_now()
             if not begun:
                 raise failure(upstream.url, error) from None
             # The connection is closed in the middle of the answer, as the upstream's was.
@@ -307,6 +309,7 @@ async def _pass_body(scope: Scope, response: Any, answer: Answer, held: Admitted
     except FAILURES as error:
         if opaque or not answer.streamed:
             raise
+        upstream.ask_now()
         envelope = for_route(_refusal(failure(upstream.url, error)), scope).envelope
         await raw_send({"type": "http.response.body", "body": _last_event(response.content_type, passed, envelope), "more_body": True})
     else:

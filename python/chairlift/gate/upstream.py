@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 import sys
 from base64 import b64encode
-from typing import Any
 from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp import http_writer
+from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from chairlift.errors import ChairliftError
@@ -29,8 +30,10 @@ An answer may be silent for longer: a long queue and a long prompt take minutes.
 """
 IDLE_SECONDS = 4.0
 """Seconds that an idle connection is kept: fewer than the 5 after which vLLM and llama.cpp close it, perhaps under a new request."""
-PROBE_SECONDS = 5.0
-"""Interval at which an upstream is asked whether it is ready."""
+PROBE_SECONDS = 2.0
+"""Interval at which an upstream is asked whether it is ready. No inference server restarts in less time."""
+NOT_READY = (502, 503, 504)
+"""Statuses that say that a server is not ready: its own, or those of a proxy in front of it."""
 DISCOVERY_SECONDS = 10.0
 LONGEST_PAGE = 8 << 20
 """Bytes of a page of metrics or settings that are read."""
@@ -74,6 +77,7 @@ class Upstream:
         """Whether the operator has taken it out."""
         self.was_down = False
         """Whether it was down since it was ready the last time. It may have restarted then, with an empty cache."""
+        self._ask_now = asyncio.Event()
         self._authorization = None if api_key is None else f"Bearer {api_key}"
         if api_key is None and (parts.user or parts.password):
             self._authorization = "Basic " + b64encode(f"{parts.user or ''}:{parts.password or ''}".encode()).decode()
@@ -87,12 +91,12 @@ class Upstream:
     async def limits_when_ready(self) -> Limits:
         """Asks for the limits, as vLLM, SGLang, llama.cpp and Chairlift report them. Raises UpstreamFailed if the upstream is unreachable.
 
-        Waits while `/health` is 503, as it is while a model is loaded.
+        Waits while `/health` says that it is not ready, as it does while a model is loaded.
         """
         reported = False
-        while (await self._get("/health"))[0] == 503:
+        while (status := (await self._get("/health"))[0]) in NOT_READY:
             if not reported:
-                log.info("waiting for %s, whose /health is 503", self.url)
+                log.info("waiting for %s, whose /health is %d", self.url, status)
             reported = True
             await asyncio.sleep(PROBE_SECONDS)
         return await self._limits()
@@ -117,13 +121,20 @@ class Upstream:
         return self._client().request(method, url, headers=sent, data=bytes(body) or None, allow_redirects=False)
 
     async def until_next_probe(self) -> None:
-        """Returns when it is time to ask again whether the upstream is ready."""
-        await asyncio.sleep(PROBE_SECONDS)
+        """Returns when it is time to ask again whether the upstream is ready: after the interval, or when it has failed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._ask_now.wait()
+        self._ask_now.clear()
+
+    def ask_now(self) -> None:
+        """Has the upstream asked at once whether it is ready, because a connection to it failed."""
+        self._ask_now.set()
 
     async def check_ready(self) -> None:
-        """Raises UpstreamFailed unless `/health` can be reached and is anything but 503, as it is while a model is loaded."""
-        if (await self._get("/health"))[0] == 503:
-            raise UpstreamFailed(f"the upstream {self.url} is not ready (503)", down=True)
+        """Raises UpstreamFailed if `/health` cannot be reached or says that it is not ready, as it does while a model is loaded."""
+        if (status := (await self._get("/health"))[0]) in NOT_READY:
+            raise UpstreamFailed(f"the upstream {self.url} is not ready ({status})", down=True)
 
     async def close(self) -> None:
         """Closes all connections."""
