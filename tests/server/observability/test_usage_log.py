@@ -1,6 +1,7 @@
 """The usage log, with an engine that is a fake: what a record says, and what happens if the disk fails."""
 
 import asyncio
+import errno
 import json
 import os
 import time
@@ -129,6 +130,20 @@ def test_a_full_disk_is_logged_and_the_next_record_is_whole_again(tmp_path, monk
     torn, whole = file.read_text().splitlines()
     assert len(torn) == 20
     assert json.loads(whole)["id"] == "cmpl-1"
+
+
+def test_a_disk_that_cannot_be_synchronised_is_logged_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    def refuse(file):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    days = iter([0.0, 0.0])
+    monkeypatch.setattr(usage_log.time, "time", lambda: next(days, 86_400.0))
+    monkeypatch.setattr(usage_log.os, "fsync", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(_two(tmp_path))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(tmp_path.iterdir())) == 2
+    assert caplog.messages == ["usage records may not be on the disk: Disk quota exceeded"] * 2
 
 
 async def _two(directory):

@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,26 +129,40 @@ class UsageLog:
         await asyncio.gather(*self._tasks)
         if self._sync is not None:
             self._sync.cancel()
-        await asyncio.to_thread(os.fsync, self._file)
+        await self._put_on_disk()
         os.close(self._file)
 
     def _open(self, day: str) -> None:
         file = os.open(self._directory / f"{day}.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if self._file >= 0:
-            os.fsync(self._file)
-            os.close(self._file)
-        self._file, self._day = file, day
+        before, self._file, self._day = self._file, file, day
+        if before >= 0:
+            with _logging_errors():
+                os.fsync(before)
+            os.close(before)
         size = os.fstat(file).st_size
         self._torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
     def _start_sync(self) -> None:
         self._sync = None
-        self._start(asyncio.to_thread(os.fsync, self._file))
+        self._start(self._put_on_disk())
+
+    async def _put_on_disk(self) -> None:
+        with _logging_errors():
+            await asyncio.to_thread(os.fsync, self._file)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+@contextmanager
+def _logging_errors() -> Iterator[None]:
+    """Logs that lines may not be on the disk. The server goes on."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("usage records may not be on the disk: %s", error.strerror)
 
 
 def _record(timelines: Sequence[Timeline], preempted_by: Sequence[str]) -> dict[str, object]:
