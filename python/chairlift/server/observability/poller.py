@@ -59,6 +59,8 @@ class SnapshotPoller:
         self._buckets: deque[tuple[float, Mapping[str | None, Mapping[str, Buckets]]]] = deque()
         """Readings of the latencies, by tier; None for all requests."""
         self._previous: tuple[float, Stats] | None = None
+        self._wall_clock = 0.0
+        """What is added to the monotonic clock: the times of samples and steps never go back, as the system's clock may."""
 
     async def state(self, step: int = 0, sample: float = 0.0, reader: Reader = None) -> dict[str, object]:
         """Returns the body of /dashboard/data: steps after the one numbered `step`, samples after the time `sample`.
@@ -69,6 +71,7 @@ class SnapshotPoller:
         if self._task is None or self._task.done():
             self._polled.clear()
             self._snapshot = _NOTHING  # it is old
+            self._wall_clock = time.time() - time.monotonic()
             self._task = asyncio.create_task(self._poll())
         if self.replica.engine.ready:
             with contextlib.suppress(TimeoutError):
@@ -78,7 +81,7 @@ class SnapshotPoller:
         return {
             "model": self._model.name,
             "version": chairlift.__version__,
-            "time": time.time(),
+            "time": self._wall_clock + time.monotonic(),
             "ready": engine.ready,
             "state": self._model.lifecycle.state.value,
             "restarts": self._model.lifecycle.restarts,
@@ -167,12 +170,13 @@ class SnapshotPoller:
             await asyncio.sleep(POLL_SECONDS)
 
     def _store(self, snapshot: EngineSnapshot) -> None:
+        now = self._wall_clock + time.monotonic()
         for step in snapshot["steps"]:
             self._step_count += 1
             # The steps' times are on the engine's clock: convert them.
             ago = (snapshot["now_us"] - step["planned_us"]) / 1e6
             shown = {name: value for name, value in step.items() if name != "planned_us"}
-            self._steps.append((self._step_count, {"id": self._step_count, "time": time.time() - ago, **shown}))
+            self._steps.append((self._step_count, {"id": self._step_count, "time": now - ago, **shown}))
         self._snapshot = snapshot
 
     async def _read_buckets(self, now: float) -> None:
@@ -191,7 +195,7 @@ class SnapshotPoller:
         stats = self.replica.engine.stats()
         if self._previous is not None:
             since, before = self._previous
-            at = time.time()
+            at = self._wall_clock + now
             sample = {"time": at, "waiting": stats.waiting_by_state, "running": stats.running, "kv_cache": stats.kv_cache}
             for name, key in _RATES.items():
                 increase = getattr(stats, key) - getattr(before, key)
