@@ -363,7 +363,8 @@ class ScriptedEngine(ReplicatedEngine):
             self.one._tokenizer = tokenizer
 
     def _counted(self) -> Stats:
-        return Stats(**self.counters) if self.counters else self._stats()
+        # An engine has counted nothing before its first start.
+        return Stats(**self.counters) if self.counters and self.one.info.model else self._stats()
 
     async def explain(self, request_id: str) -> list[Timeline]:
         told = self.timelines.get(request_id) or await super().explain(request_id)
