@@ -154,9 +154,13 @@ class AnswerParser:
     def _parse(self, output: RequestOutput) -> list[Delta]:
         """Separates text into reasoning, content and calls."""
         reasoning, final = "", output.finish_reason is not None
+        stop = output.stop_reason if isinstance(output.stop_reason, str) else ""
         answer, self._cut = self._format.visible(self._cut + output.text, final=final)
         if self._reasoning is not None and self._reasoning_tokens is not None:
-            reasoning, answer = self._reasoning.push(answer, final=final)
+            reasoning, answer = self._reasoning.push(answer)
+            if final:
+                ended = self._reasoning.end(stop)
+                reasoning, answer = reasoning + ended[0], answer + ended[1]
             if not self._format.shows_reasoning:
                 reasoning = ""
             self.num_reasoning_tokens += self._reasoning_tokens.count(output.token_ids)
@@ -169,7 +173,7 @@ class AnswerParser:
             return deltas
         parts = self._calls.push(answer)
         if final:
-            held_back = self._calls.end()
+            held_back = self._calls.end(stop)
             # At the maximum length, text of a forced call is the beginning of one whose name is not complete.
             is_cut = self._tool_spec.required and output.finish_reason == "length"
             parts += [part for part in held_back if not (is_cut and isinstance(part, str))]

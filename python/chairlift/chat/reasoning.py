@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from chairlift.chat.tools.parser import safe_end
+from chairlift.chat.tools.parser import goes_on, safe_end
 from chairlift.grammar.source import ReasoningFormat
 
 REASONING_FORMATS = {
@@ -142,6 +142,12 @@ class ReasoningParser:
                 case ReasoningState.OVER:
                     self._parse_answer(answer, final)
         return "".join(reasoning), "".join(answer)
+
+    def end(self, stop: str = "") -> tuple[str, str]:
+        """Ends the text, before the stop string `stop` if there is one; returns reasoning and answer that were held back."""
+        if goes_on(self._text, stop, (self._format.start, self._format.end, *self._format.dropped)):
+            self._text = ""
+        return self.push("", final=True)
 
     def _parse_start(self, answer: list[str], final: bool) -> None:
         """Decides whether the output begins with reasoning."""

@@ -24,11 +24,11 @@ def form(syntax, reasoning=None, control_texts=(), template="", required=False):
     return AnswerFormat(SimpleNamespace(tokenizer=tokenizer), spec, TOOL_PARSERS[syntax], thinks, hide=True)
 
 
-def parsed(answers, *pieces):
-    """The choice that these pieces of text make."""
+def parsed(answers, *pieces, stop=None):
+    """The choice that these pieces of text make, with the stop string that ends them."""
     parser, builder = AnswerParser(0, answers), ChoiceBuilder()
     for index, piece in enumerate(pieces, 1):
-        for delta in parser.push(RequestOutput(piece, [1], (), "stop" if index == len(pieces) else None)):
+        for delta in parser.push(RequestOutput(piece, [1], (), *(("stop", stop) if index == len(pieces) else ()))):
             builder.add(delta)
     return builder.choice()
 
@@ -54,6 +54,22 @@ def test_a_call_in_earlier_reasoning_is_none():
     thought = f"<|channel|>analysis<|message|>So: {CALL.format('f', '{}')}<|end|><|start|>assistant"
     for pieces in cuts(f"{thought}<|channel|>analysis<|message|> "):
         assert parsed(form("openai", "openai_gptoss"), *pieces).calls == []
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "reasoning", "content"),
+    [
+        ("<think>hm</thi", "nk", "hm", ""),
+        ("<thi", "nk>\nhm", None, ""),
+        ("<think>hm</think>So <tool", "_call>", "hm", "So"),
+        ("<think>hm</think>So <tool", "bar", "hm", "So <tool"),
+        ("<think>hm</thi", "s", "hm</thi", ""),
+    ],
+)
+def test_a_mark_that_a_stop_string_has_cut_is_not_shown(text, stop, reasoning, content):
+    for pieces in cuts(text):
+        choice = parsed(form("hermes", "qwen3"), *pieces, stop=stop)
+        assert (choice.reasoning, choice.content.rstrip(), choice.finish_reason) == (reasoning, content, "stop")
 
 
 def test_a_hidden_control_token_may_come_in_pieces():

@@ -114,8 +114,10 @@ class ToolParser(ABC):
         output, self._output = self._output, []
         return output
 
-    def end(self) -> list[str | ToolCallDelta]:
-        """Ends the text; returns what was held back."""
+    def end(self, stop: str = "") -> list[str | ToolCallDelta]:
+        """Ends the text, before the stop string `stop` if there is one; returns what was held back."""
+        if goes_on(self._text[self._at :], stop, (*self.marks, *self.inner_marks)):
+            self._at = len(self._text)
         self._over = True
         for _ in self._parser:
             pass
@@ -352,6 +354,13 @@ def safe_end(text: str, marks: Sequence[str], begin: int = 0) -> int:
         if any(mark.startswith(text[start:]) for mark in marks):
             return start
     return len(text)
+
+
+def goes_on(held: str, stop: str, marks: Sequence[str]) -> bool:
+    """Whether the text `held`, if any, begins one of `marks`, and the stop string after it continues this mark."""
+    return bool(held and stop) and any(
+        mark.startswith(held) and (mark.startswith(held + stop) or (held + stop).startswith(mark)) for mark in marks
+    )
 
 
 def _object_text(text: str) -> str:
