@@ -25,7 +25,7 @@ pub(crate) struct Running {
     aged: Option<SeqId>,
     /// The sequence that is never preempted. It guarantees progress.
     non_preemptible: Option<SeqId>,
-    /// The waiting sequence for which no sequence could be preempted. Reset when a sequence is admitted or leaves, or
+    /// The waiting sequence for which no sequence could be preempted. Reset when a sequence is admitted, leaves or changes its class, or
     /// when there are more blocks.
     refused: Option<SeqId>,
     preemption_budget: PreemptionBudget,
@@ -195,7 +195,7 @@ impl Running {
         self.refused == Some(id)
     }
 
-    /// Records that there may be more blocks than when a request was refused.
+    /// Records that there may be more blocks than when a request was refused, or that it may be more urgent.
     pub(crate) fn retry_refused(&mut self) {
         self.refused = None;
     }

@@ -2,6 +2,7 @@
 
 use super::Scheduler;
 use crate::memory::SeqBlocks;
+use crate::policy::{Grouping, Key};
 use crate::request::{BACKGROUND, CacheScope, FinishReason, HeldId, SeqId, Time};
 use crate::sequence::{HeldSeq, Phase, Sequence};
 use crate::sessions::{SessionRef, is_long_quiet};
@@ -64,9 +65,16 @@ impl Scheduler {
             Phase::Running { .. } => {
                 self.accounts.runs(member);
                 self.running.change_class(before, (before.0, priority));
+                if self.rules.grouping == Grouping::Classes {
+                    let entry = &mut self.seqs[id].queue_entry;
+                    entry.set_key(Key { group: priority.into(), ..entry.key() });
+                }
             }
             Phase::Preparing(_) | Phase::WaitSession { .. } | Phase::WaitingOnParent => {}
-            Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => self.enqueue(id, true),
+            Phase::New | Phase::Queued | Phase::Preempted | Phase::Swapped { .. } => {
+                self.enqueue(id, true);
+                self.running.retry_refused();
+            }
         }
         true
     }

@@ -91,6 +91,19 @@ fn nobody_is_preempted_for_one_who_could_not_start_then_either() {
 }
 
 #[test]
+fn others_are_preempted_for_a_request_that_becomes_more_urgent() {
+    // Ten blocks: six of class 2, two of class 5, two free. The request needs seven.
+    let mut lab = Lab::new(Config { num_kv_blocks: 11, ..with_rows(8) });
+    lab.add(Request { priority: 2, ..ask(1, 90, 4) });
+    lab.add(Request { priority: 5, ..ask(2, 30, 4) });
+    lab.step();
+    lab.add(Request { priority: 3, ..ask(3, 100, 2) });
+    assert_eq!(lab.step().preempted, []);
+    lab.set_priority(3, 1);
+    assert_eq!(lab.step().preempted, [2, 1]);
+}
+
+#[test]
 fn an_urgent_prompt_goes_ahead_of_one_that_has_begun() {
     let mut lab = Lab::new(Config { max_num_batched_tokens: 1000, ..plenty(&Priority) });
     lab.add(patient(1, 3000, 2));
@@ -103,6 +116,21 @@ fn an_urgent_prompt_goes_ahead_of_one_that_has_begun() {
     assert_eq!(lab.scheduler.stats().counters.preemptions_recompute, 0);
     lab.finish();
     assert_eq!(lab.ended[&1].states[TimelineState::Stalled as usize], 1000, "it had a row, and no tokens in one step");
+}
+
+#[test]
+fn a_prompt_in_progress_that_changes_its_class_goes_where_the_new_class_goes() {
+    let mut lab = Lab::new(Config { max_num_batched_tokens: 1000, ..plenty(&Priority) });
+    lab.add(patient(1, 5000, 2));
+    lab.step();
+    lab.add(urgent(2, 5000, 2));
+    assert_eq!(lab.step().chunks, [(2, 1000)]);
+    lab.set_priority(1, -1);
+    assert_eq!(lab.step().chunks, [(1, 1000)], "it goes before another prompt in progress");
+    lab.set_priority(1, 9);
+    lab.set_priority(2, 9);
+    lab.add(Request { priority: 7, ..ask(3, 1000, 2) });
+    assert_eq!(lab.step().chunks, [(3, 1000)], "a request that waits goes before both");
 }
 
 #[test]
