@@ -82,9 +82,10 @@ impl Scheduler {
         self.accounts.tick(now);
         let waits = seq.preparation().is_some() || !seq.is_decoding() && seq.times().first_token.is_none();
         let request = seq.fork_request(tag);
-        // A fork of a fork that waits for a request in the line waits for that request too.
-        let in_line = |&first: &SeqId| seq.phase() == Phase::WaitingOnParent && self.seqs[first].waits_for_session();
-        let parent = seq.parent().filter(in_line).unwrap_or(parent);
+        // A fork of a fork that waits for a request in the line, or for one that may come there, waits for that request too.
+        let outside = |first: &Sequence| first.waits_for_session() || first.preparation().is_some();
+        let waits_there = |first: &SeqId| seq.phase() == Phase::WaitingOnParent && outside(&self.seqs[*first]);
+        let parent = seq.parent().filter(waits_there).unwrap_or(parent);
         let arrival_number = self.waiting.next_arrival();
         let mut seq = Sequence::new(request, arrival_number, self.config.max_model_len, now).expect("its parent was sound");
         seq.make_fork(parent, waits);

@@ -64,6 +64,11 @@ impl Scheduler {
         let seq = &mut self.seqs[id];
         seq.set_session(joined.of, owner);
         seq.account.keep(kept);
+        for fork in self.seqs[id].waiting_forks().to_vec() {
+            if self.seqs.contains_key(fork) {
+                self.join_parents_session(fork, id);
+            }
+        }
         waits
     }
 
@@ -138,15 +143,12 @@ impl Scheduler {
     /// Removes a sequence that has ended from its session. Remembers the end of its answer. Call it when the blocks are released: a session
     /// that ends no longer owns any.
     pub(super) fn leave_session(&mut self, id: SeqId, seq: &Sequence, reason: FinishReason) {
-        let now = self.accounts.now();
-        let size = self.config.block_size;
-        let answered = matches!(reason, FinishReason::Stop | FinishReason::Length);
+        let (now, names) = (self.accounts.now(), seq.blocks.names());
+        let has_answer = names.len() as u32 * self.config.block_size > seq.spec().prompt_len;
+        let answered = matches!(reason, FinishReason::Stop | FinishReason::Length) && has_answer;
+        let answer = names.last().copied().filter(|_| answered);
         let Some(of) = seq.session() else {
-            if answered
-                && self.config.session_turns == SessionTurns::All
-                && let Some(&end) = seq.blocks.names().last()
-                && seq.blocks.names().len() as u32 * size > seq.spec().prompt_len
-            {
+            if let Some(end) = answer.filter(|_| self.config.session_turns == SessionTurns::All) {
                 self.sessions.remember_answer(self.accounts.user(seq.member().tenant), end);
             }
             return;
@@ -160,9 +162,8 @@ impl Scheduler {
         {
             self.sessions.release_fork(of, parent);
         }
-        let names = seq.blocks.names();
-        let answered = answered && names.len() as u32 * size > seq.spec().prompt_len;
-        self.sessions.leave(of, names, seq.len(), answered, now, &mut self.kv);
+        let context = (seq.computed_in_all() > 0).then(|| (names, seq.len()));
+        self.sessions.leave(of, context, answer, now, &mut self.kv);
     }
 
     /// When a plan without a step may let a parked session come in.

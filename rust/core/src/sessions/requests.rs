@@ -107,18 +107,25 @@ impl Sessions {
         self.change(of.session, |session| session.release_fork(parent));
     }
 
-    /// Ends a request in the queue. `names` are those of the full blocks of its context; `answered` is set if the last one has a token
-    /// of the answer.
-    pub(crate) fn leave(&mut self, of: SessionRef, names: &[BlockHash], tokens: u32, answered: bool, now: Time, kv: &mut Kv) {
-        self.change(of.session, |session| session.end_request(of.thread, names, tokens, now));
+    /// Ends a request in the queue. `context` has the names of its full blocks and its tokens, if it has run; `answer` is the name of the
+    /// last block, if that has a token of the answer.
+    pub(crate) fn leave(
+        &mut self,
+        of: SessionRef,
+        context: Option<(&[BlockHash], u32)>,
+        answer: Option<BlockHash>,
+        now: Time,
+        kv: &mut Kv,
+    ) {
+        self.change(of.session, |session| session.end_request(of.thread, context, now));
         let session = &self.directory[of.session];
-        let class = match session.state {
-            State::Active { .. } => EvictionClass::Active,
-            State::Parked if session.waiting().is_empty() => EvictionClass::Parked,
-            State::Parked => EvictionClass::ParkedWaiting,
-        };
-        kv.rank_owner(session.owner, class);
-        if let Some(&end) = names.last().filter(|_| answered) {
+        match session.state {
+            State::Active { .. } => kv.rank_owner(session.owner, EvictionClass::Active),
+            State::Parked if session.waiting().is_empty() => kv.rank_owner(session.owner, EvictionClass::Parked),
+            // It has had its place since the first of them waits.
+            State::Parked => {}
+        }
+        if let Some(end) = answer {
             self.answers.add(session.user, end, Some(of.session));
         }
         self.forget_if_ended(of.session, kv);
@@ -207,5 +214,44 @@ impl Sessions {
         if self.directory[id].ended && self.directory[id].is_quiet() {
             self.forget(id, kv);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{BlockHasher, Grant, KvSizes, SeqBlocks};
+
+    #[test]
+    fn a_session_keeps_its_place_among_waiting_ones_when_its_earlier_request_ends() {
+        let (hasher, user) = (BlockHasher::new(0), User::new(1));
+        let mut kv = Kv::new(KvSizes { blocks: 3, block_size: 1, ..KvSizes::default() }, true, hasher);
+        let mut sessions = Sessions::new(false);
+        let send = |sessions: &mut Sessions, kv: &mut Kv, number: u32| {
+            let (name, names) = (number.to_string().into(), hasher.names(&Arc::default(), &[number], 1));
+            let (session, parent, names) = (Some(&name), None, &names[..]);
+            let (seq, tier, by_prompt, started) = (SeqId::default(), Tier::Default, false, false);
+            let (arrived, due, tenant, tokens) = (0, Time::MAX, 0, 1);
+            let joins = Joins { seq, user, tenant, tier, session, parent, by_prompt, names, tokens, started, arrived, due };
+            let joined = sessions.join(&joins, 0, kv).expect("it is named");
+            (sessions.enter(&joins, joined, (0, 2), 0, kv), joined.of)
+        };
+        let mut first = None;
+        for number in [1, 2] {
+            let (waits, of) = send(&mut sessions, &mut kv, number);
+            assert!(!waits, "the first request is short");
+            let (mut blocks, mut copies) = (SeqBlocks::new(Arc::default()), Vec::new());
+            blocks.set_owner(sessions.owner(of));
+            let cached = kv.find(&mut blocks, &[number], None, 0);
+            kv.admit(&mut blocks, &[number], cached, Grant { blocks: 1, room: 1, step: 0 }, &mut copies).expect("a block");
+            kv.seal(&mut blocks, &[number], 0, |_| {});
+            kv.free_all(&mut blocks);
+            assert!(send(&mut sessions, &mut kv, number).0, "further requests wait");
+            first.get_or_insert(of);
+        }
+        sessions.leave(first.expect("two sessions"), None, None, 0, &mut kv);
+        // Of those that wait, the one that has waited for the shortest time loses its blocks first.
+        kv.restore("", &[3], |_| {});
+        assert_eq!([1, 2].map(|number| kv.cached("", &[number])), [1, 0]);
     }
 }

@@ -296,34 +296,37 @@ impl Session {
         }
     }
 
-    /// Ends a request of a thread in the queue, with the names of the context's full blocks.
-    pub(super) fn end_request(&mut self, thread: u32, names: &[BlockHash], tokens: u32, now: Time) {
+    /// Ends a request of a thread in the queue. `context` has the names of its full blocks and its tokens, if it has run.
+    pub(super) fn end_request(&mut self, thread: u32, context: Option<(&[BlockHash], u32)>, now: Time) {
         self.requests -= 1;
-        self.quiet_since = now;
-        let thread = &mut self.threads[thread as usize];
-        thread.requests -= 1;
-        thread.quiet_since = now;
-        thread.before = None;
-        thread.tokens = tokens;
-        if !thread.marks.is_of(names) {
-            thread.marks = Marks::of(names);
-            self.count_blocks();
-        }
+        self.leave_thread(thread, context, now);
     }
 
-    /// Ends a request that waited for the session's turn. Its forks join the queue. A thread without another request has its context from
-    /// before.
+    /// Ends a request that waited for the session's turn. Its forks join the queue.
     pub(super) fn cancel_wait(&mut self, thread: u32, seq: SeqId, now: Time) {
         let at = self.waiting.iter().position(|wait| wait.seq == seq).expect("it waits");
         let Wait { forks, .. } = self.waiting.remove(at);
         self.forks -= forks;
         self.requests += forks;
         self.due = self.least_due();
+        self.leave_thread(thread, None, now);
+    }
+
+    /// Ends a request of a thread, which leaves its `context` if it has run. Otherwise a thread without another request has its context
+    /// from before.
+    fn leave_thread(&mut self, thread: u32, context: Option<(&[BlockHash], u32)>, now: Time) {
         self.quiet_since = now;
         let thread = &mut self.threads[thread as usize];
         thread.requests -= 1;
         thread.quiet_since = now;
-        if thread.requests == 0
+        if let Some((names, tokens)) = context {
+            thread.before = None;
+            thread.tokens = tokens;
+            if !thread.marks.is_of(names) {
+                thread.marks = Marks::of(names);
+                self.count_blocks();
+            }
+        } else if thread.requests == 0
             && let Some(before) = thread.before.take()
         {
             (thread.marks, thread.tokens) = before;
@@ -406,7 +409,7 @@ mod tests {
         assert!(session.threads.iter().all(|thread| (3..=4).contains(&thread.requests)));
         session.check();
         for (thread, names) in requests {
-            session.end_request(thread, &names, 3, 1);
+            session.end_request(thread, Some((&names, 3)), 1);
         }
         session.check();
         assert!(session.is_quiet());

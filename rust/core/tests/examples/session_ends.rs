@@ -2,7 +2,7 @@
 
 use crate::lab::{Cost, Lab, ask};
 use crate::sessions::{SECOND, config, first_turns, lab, run, turn};
-use chairlift_core::{Config, Fcfs, Request, SessionEvent, SessionTurns, Tier, Token};
+use chairlift_core::{Config, Fcfs, Preparation, Request, SessionEvent, SessionTurns, Tier, Token};
 
 /// Two active sessions fill the cache.
 fn two_active(config: Config) -> Lab {
@@ -210,4 +210,56 @@ fn requests_in_the_line_are_no_queued_work() {
     let alone = predicted(0);
     assert!(alone.0 > 0);
     assert_eq!(predicted(20), alone);
+}
+
+#[test]
+fn forks_of_a_request_whose_grammar_is_compiled_belong_to_its_session() {
+    let mut lab = lab(config(&Fcfs));
+    lab.add(Request { preparation: Some(Preparation::Grammar), max_new_tokens: 200, ..turn(1, 1) });
+    lab.fork(1, 1001);
+    lab.fork(1001, 2001);
+    lab.prepare(1, None);
+    while !lab.started.contains(&2001) {
+        lab.step();
+    }
+    // The three answers share the blocks of the prompt, so that the context of another session fits.
+    lab.add(turn(2, 2));
+    lab.step();
+    assert!(lab.started.contains(&2), "{:?}", lab.explain(2));
+    lab.finish();
+}
+
+#[test]
+fn forks_wait_for_their_session_s_turn_after_their_grammar_is_compiled() {
+    for cancelled in [3, 1003] {
+        let mut lab = two_active(config(&Fcfs));
+        lab.add(Request { preparation: Some(Preparation::Grammar), ..turn(3, 3) });
+        lab.fork(3, 1003);
+        lab.fork(1003, 2003);
+        lab.prepare(3, None);
+        assert!(lab.try_step().is_none(), "they wait for the turn");
+        lab.abort(cancelled);
+        lab.finish();
+        let ended = [3, 1003, 2003].map(|tag| lab.ended[&tag].output_tokens);
+        assert_eq!(ended, [3, 1003, 2003].map(|tag| if tag == cancelled { 0 } else { 10 }));
+    }
+}
+
+#[test]
+fn a_request_that_is_cancelled_in_the_queue_leaves_its_session_as_it_was() {
+    for runs in [false, true] {
+        let mut lab = lab(config(&Fcfs));
+        lab.add(short_turn(1, 1));
+        lab.finish();
+        let mut long = long_turn(2, 1);
+        long.prompt.truncate(2400);
+        lab.add(long);
+        if runs {
+            lab.step();
+        }
+        lab.abort(2);
+        lab.add(turn(3, 3));
+        run(&mut lab);
+        assert_eq!(lab.started.contains(&3), !runs, "150 blocks are in the cache only if the request ran");
+    }
 }
