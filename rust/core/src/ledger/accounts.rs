@@ -49,8 +49,9 @@ pub(crate) struct Accounts {
     by_tag: FxHashMap<u64, u64>,
     saturation: Saturation,
     recent: RecentSteps,
-    /// Prompt tokens that were not cached when their request was first admitted.
+    /// Prompt tokens that were not cached when their request was first admitted, and samples that were no errors.
     prompt_tokens_served: u64,
+    samples_served: u64,
     cost_meter: CostMeter,
 }
 
@@ -73,6 +74,7 @@ impl Accounts {
             saturation: Saturation::default(),
             recent: RecentSteps::default(),
             prompt_tokens_served: 0,
+            samples_served: 0,
             cost_meter: CostMeter::default(),
         }
     }
@@ -322,15 +324,17 @@ impl Accounts {
 
     fn service_totals(&self) -> Totals {
         let service = match self.grouping {
-            Grouping::Tenants(charges) => charges.service(self.prompt_tokens_served, self.counters.generated_tokens),
+            Grouping::Tenants(charges) => charges.service(self.prompt_tokens_served, self.samples_served),
             Grouping::Single | Grouping::Classes => 0,
         };
         Totals { ns: self.compute.total(), service }
     }
 
-    /// Measures the engine time per unit of service, after each step.
+    /// Counts the samples of a committed step, of which `none` gave no token, and measures the engine time per unit of service.
     #[inline]
-    pub(crate) fn observe_service_cost(&mut self) {
+    pub(crate) fn count_outputs(&mut self, samples: u64, none: u64) {
+        self.counters.generated_tokens += samples - none;
+        self.samples_served += samples;
         self.cost_meter.observe(self.service_totals());
     }
 

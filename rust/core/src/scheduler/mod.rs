@@ -256,9 +256,9 @@ impl Scheduler {
                 self.commit_chunk(chunk, sampled, outputs);
             }
         }
-        let none = outputs.ended.iter().filter(|ended| ended.finish == Some(FinishReason::Error) || ended.output_tokens == 0).count();
-        self.accounts.counters.generated_tokens += (outputs.tokens.len() - none) as u64;
-        self.accounts.observe_service_cost();
+        let errors = outputs.ended.iter().filter(|ended| ended.finish == Some(FinishReason::Error)).count();
+        let none = outputs.ended.iter().filter(|ended| ended.finish != Some(FinishReason::Error) && ended.output_tokens == 0).count();
+        self.accounts.count_outputs((outputs.tokens.len() - errors) as u64, none as u64);
         if !self.steps.in_flight() {
             self.accounts.run_step(0, false);
         }

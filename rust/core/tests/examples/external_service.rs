@@ -1,7 +1,9 @@
 //! Tenants' shares of the time of two models, between which an arbiter chooses.
 
 use crate::lab::{Cost, Lab, ask, plenty};
-use chairlift_core::{Arbiter, Config, Fair, Fcfs, MAX_CHARGED_EXTERNAL, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time};
+use chairlift_core::{
+    Arbiter, Config, Fair, Fcfs, MAX_CHARGED_EXTERNAL, NO_TOKEN, Outputs, ParsedJournal, Recorder, Request, Scheduler, Time,
+};
 use std::collections::HashMap;
 
 const PROMPT: u32 = 64;
@@ -185,6 +187,17 @@ fn service_is_reported_once_and_by_its_time() {
     let mut fcfs = Lab::new(plenty(&Fcfs));
     fcfs.serve(ask(1, 10, 10));
     assert!(fcfs.scheduler.take_service().is_empty());
+}
+
+#[test]
+fn the_service_of_embeddings_is_reported_by_its_time() {
+    let mut scheduler = Scheduler::new(Config { enable_prefix_caching: false, ..plenty(&Fair) }).expect("a sound config");
+    for tag in 0..10 {
+        scheduler.add(Request { tenant: "a".into(), ..ask(tag, 10, 1) }, 0).expect("it fits");
+    }
+    let plan = scheduler.plan(0).expect("all run");
+    scheduler.commit(plan, &[NO_TOKEN; 10], 50_000, &mut Outputs::default());
+    assert_eq!(scheduler.take_service(), [("a".into(), 50_000)]);
 }
 
 #[test]
