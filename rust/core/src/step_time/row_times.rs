@@ -56,7 +56,8 @@ impl RowTimes {
         if self.steps.wrapping_sub(class.latest) > VALID * class.seen {
             class.seen = class.seen.min(ENOUGH - 1);
         }
-        let each = took / f64::from(rows.max(1));
+        // A step takes no time only where the clock was set back. A time of zero would never grow again.
+        let each = took.max(1.0) / f64::from(rows.max(1));
         if class.seen == 0 {
             class.each = each / self.pace;
         } else {
@@ -98,6 +99,14 @@ mod tests {
         assert_eq!(times.step(4), None);
         times.observe(4, 600.0);
         assert!((600.0..900.0).contains(&times.step(4).unwrap()), "half of it is new");
+    }
+
+    #[test]
+    fn steps_without_time_while_the_clock_was_set_back_are_forgotten() {
+        let mut times = RowTimes::default();
+        (0..10_000).for_each(|_| times.observe(4, 0.0));
+        (0..100).for_each(|_| times.observe(4, 900.0));
+        assert!((times.step(4).unwrap() - 900.0).abs() < 1.0, "{:?}", times.step(4));
     }
 
     #[test]
