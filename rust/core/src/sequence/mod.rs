@@ -361,9 +361,9 @@ impl Sequence {
         self.len() + self.progress.pending
     }
 
-    /// Tokens that the sequence can compute before the next sample.
+    /// Tokens that the sequence can compute before the next sample. None while a planned step computes a draft of unknown length.
     pub(crate) fn uncomputed(&self) -> u32 {
-        self.expected_len() - self.progress.computed
+        self.expected_len().saturating_sub(self.progress.computed)
     }
 
     /// Whether the next tokens to compute are the last token, or accepted tokens of a draft and the last token.

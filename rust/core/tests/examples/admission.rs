@@ -1,7 +1,7 @@
 //! Limits of the queue, and which waiting requests the scheduler considers.
 
 use crate::lab::{Cost, Lab, ask, plenty, stem};
-use chairlift_core::{Config, ConfigError, Fcfs, Priority, Rejected, Request, Scheduler, TimelineState};
+use chairlift_core::{Config, ConfigError, Fcfs, Outputs, Priority, Rejected, Request, Scheduler, TimelineState};
 
 #[test]
 fn a_step_has_a_token_for_every_sequence() {
@@ -238,6 +238,19 @@ fn prompts_are_cut_to_what_the_target_leaves() {
     let predicted = lab.scheduler.stats().predicted_step;
     assert!((2540..=2660).contains(&predicted), "{predicted}");
     assert_eq!(lab.scheduler.next_step(), Some((3000, 0)));
+}
+
+#[test]
+fn a_draft_in_flight_is_no_prompt() {
+    let mut lab = Lab::taught(plenty(&Fcfs), Cost(1000, 10, 100));
+    lab.add(ask(1, 10, 50));
+    lab.steps(2);
+    let before = lab.scheduler.next_step().expect("steps were observed").0;
+    lab.draft(1, 4);
+    let plan = lab.scheduler.plan(lab.now).expect("it decodes");
+    let (after, _) = lab.scheduler.next_step().expect("steps were observed");
+    assert_eq!((lab.scheduler.prefill_backlog(), after.abs_diff(before) < 100), (0, true), "{before} and {after}");
+    lab.scheduler.commit(plan, &[7; 5], lab.now, &mut Outputs::default());
 }
 
 #[test]
