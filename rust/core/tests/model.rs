@@ -56,6 +56,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::EvictCached),
         1 => prop_oneof![3 => 0..40u64, 1 => 50_000_000..700_000_000u64].prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),
+        1 => (0..30usize).prop_map(Op::Stop),
         2 => (0..30usize, 0..4usize, 0..3usize).prop_map(|(which, right, wrong)| Op::Draft { which, right, wrong }),
         10 => (0..4usize).prop_map(|lag| Op::Step { lag: lag.saturating_sub(1), poison: None, lost: None }),
         1 => (0..3usize, 0..30usize).prop_map(|(lag, which)| Op::Step { lag, poison: Some(which), lost: None }),

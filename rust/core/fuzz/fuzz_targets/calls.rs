@@ -109,6 +109,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
             session: (bytes.int_in_range(0..=5)?, *bytes.choose(&[None, None, Some(0), Some(1)])?),
             ended: bytes.arbitrary()?,
         },
+        24 => Op::Stop(bytes.int_in_range(0..=30)?),
         _ => Op::Step { lag: *bytes.choose(&[0, 0, 1, 2])?, poison: None, lost: None },
     })
 }

@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use crate::config::Batching;
-use crate::policy::CacheUse;
+use crate::policy::{CacheUse, Grouping};
 use crate::request::SeqId;
 use crate::sequence::{AwaitedBlock, MAX_PREEMPTIONS, Phase, Sequence};
 
@@ -45,6 +45,8 @@ impl Scheduler {
         }
         if !seq.is_running() {
             assert_eq!((seq.blocks.held(), seq.computed()), (0, 0), "a waiting sequence holds blocks");
+        } else if self.rules.grouping == Grouping::Classes && !seq.is_background() {
+            assert_eq!(seq.queue_entry.key().group, seq.request().priority.into(), "the class of a running sequence");
         }
         if let Some(AwaitedBlock { block, computed_by: Some(other) }) = seq.queue_entry.awaited() {
             let computed = self.seqs.get(other).is_some_and(|other| other.computes(block));
@@ -55,6 +57,7 @@ impl Scheduler {
         if seq.phase() == Phase::WaitingOnParent {
             let parent = seq.parent().and_then(|parent| self.seqs.get(parent)).expect("its parent lives");
             assert!(parent.waiting_forks().contains(&id), "a fork that nobody will fetch");
+            assert_eq!(seq.session(), parent.session(), "a fork of another session");
         }
     }
 }

@@ -197,6 +197,11 @@ impl World {
                     self.abort(tag);
                 }
             }
+            Op::Stop(which) => {
+                if let Some(tag) = self.pick(which) {
+                    self.stop(tag);
+                }
+            }
             Op::Draft { which, right, wrong } => {
                 if let Some(tag) = self.pick(which) {
                     self.draft(tag, right, wrong);
@@ -214,6 +219,9 @@ impl World {
         self.check_stored();
         self.check_reported();
         self.check_reads();
+        if self.now.is_multiple_of(16) {
+            self.read_reports();
+        }
         let most = held.max(self.scheduler.stats().total_blocks);
         assert!(self.scheduler.occupancy().blocks <= most, "blocks were given beyond the limit");
     }
@@ -231,6 +239,32 @@ impl World {
         assert!(!self.scheduler.abort(seq, self.now), "aborted twice");
         let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
         self.settle(&timeline);
+    }
+
+    /// Ends an answer.
+    fn stop(&mut self, tag: u64) {
+        assert!(self.scheduler.stop(self.live[&tag].seq, self.now));
+        let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
+        assert_eq!(timeline.finish, Some(FinishReason::Stop));
+        self.settle(&timeline);
+    }
+
+    /// Reads what operators and clients ask for.
+    fn read_reports(&mut self) {
+        let snapshot = self.scheduler.snapshot(self.now, 100, 10);
+        let stats = self.scheduler.stats();
+        assert_eq!(snapshot.slots.len(), stats.running);
+        assert_eq!(snapshot.waiting_by_tier.iter().sum::<usize>(), stats.waiting + stats.swapped);
+        assert_eq!(stats.waiting_by_state.iter().sum::<usize>(), stats.waiting + stats.swapped, "{stats:?}");
+        assert!(self.scheduler.blocks_used().held as usize <= stats.total_blocks.max(self.scheduler.occupancy().blocks));
+        self.scheduler.next_step();
+        self.scheduler.prefill_backlog();
+        for &tag in self.live.keys() {
+            let timeline = self.scheduler.explain(tag).expect("it lives");
+            assert_eq!(timeline.states.iter().sum::<u64>(), timeline.ended - timeline.arrived, "{timeline:?}");
+            self.scheduler.served_before(&timeline);
+            self.scheduler.ahead(&timeline);
+        }
     }
 
     /// Says that a session waits for its user, or has ended.

@@ -36,6 +36,8 @@ pub(crate) enum Op {
         next: Option<Preparation>,
     },
     Abort(usize),
+    /// The caller finds the end of an answer.
+    Stop(usize),
     Fork(usize),
     /// Opens a held sequence.
     Open {
