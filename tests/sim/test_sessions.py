@@ -280,6 +280,8 @@ def test_the_command_takes_a_trace_beside_sessions(tmp_path: Path, capsys: pytes
 def test_no_sessions_are_refused() -> None:
     with pytest.raises(InvalidTrace, match="there is no session"):
         run([], users=1)
+    with pytest.raises(InvalidSetting, match="the sessions' numbers do not agree"):
+        run([RecordedSession(64, [], [0])], users=1)
 
 
 def test_the_weights_of_a_recorded_trace_hold_beside_sessions() -> None:

@@ -68,7 +68,9 @@ fn read(sessions: &[i64], parents: &[i64], turns: &[i64], tenants: usize) -> Opt
     let (mut parents, mut turns) = (parents.iter(), turns.chunks_exact(TURN));
     let session = |row: &[i64]| {
         let [threads, requests, blocks, shared, group, tenant, tier, weight] = <[i64; SESSION]>::try_from(row).ok()?;
-        let (threads, blocks) = (usize::try_from(threads).ok()?, usize::try_from(blocks).ok()?);
+        // Each thread has a request.
+        let threads = usize::try_from(threads).ok().filter(|&threads| (1..=turns.len()).contains(&threads))?;
+        let blocks = usize::try_from(blocks).ok()?;
         let parents = parents.by_ref().take(blocks).map(|&at| u32::try_from(at).ok()).collect::<Option<Vec<_>>>()?;
         // Each block comes after its parent, so that a path has an end.
         let ordered = parents.iter().enumerate().all(|(at, &parent)| (parent as usize) < at.max(1));
@@ -93,7 +95,10 @@ fn read(sessions: &[i64], parents: &[i64], turns: &[i64], tenants: usize) -> Opt
             });
         }
         let known = |turn: &sim::Turn| turn.subagents.0.checked_add(turn.subagents.1).is_some_and(|end| end as usize <= threads);
-        let whole = ordered && (session.tenant as usize) < tenants && session.threads.iter().all(|thread| !thread.is_empty());
+        let whole = ordered
+            && session.parents.len() == blocks
+            && (session.tenant as usize) < tenants
+            && session.threads.iter().all(|thread| !thread.is_empty());
         (whole && session.threads[0].iter().all(known)).then_some(session)
     };
     sessions.chunks_exact(SESSION).map(session).collect()
