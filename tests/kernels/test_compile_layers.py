@@ -223,12 +223,13 @@ def test_quantised_linear(capability, rows, kind):
     assert "cp.async.cg" in made.ptx
 
 
-EXPERTS = {**WEIGHTS, "bf16": ("*bf16:16", None, 0), "mxfp4": ("*u8:16", "*u8:16", 32)}
-"""The same for the experts of a mixture."""
+EXPERTS = {**WEIGHTS, "bf16": ("*bf16:16", None, 0), "fp16": ("*fp16:16", None, 0), "mxfp4": ("*u8:16", "*u8:16", 32)}
+"""The same for the experts of a mixture. Activations are in bf16, with weights in fp16 as these."""
 MEANS = (0, 16, 32, expert_linear.FEW, expert_linear.MANY)
 """Rows of an expert, on average, from which tiles have other sizes."""
 PRODUCTS = [
     (80, 0, "int4"),
+    (80, 256, "fp16"),
     (86, 64, "mxfp4"),
     (89, 16, "bf16"),
     (90, 0, "mxfp4"),
@@ -247,7 +248,8 @@ def test_expert_linear(capability, mean, kind):
     limits = DeviceLimits(divmod(capability, 10), SHARED_MEMORY[capability], 132)
     grouped = group == 128
     settings, block_k = expert_linear.expert_settings(mean * 128, 128, scale is not None, grouped, limits)
-    arguments = {"out_ptr": "*bf16:16", "x_ptr": "*bf16:16", "numbers_ptr": numbers, "scale_ptr": scale, "bias_ptr": None}
+    half = "*fp16:16" if kind == "fp16" else "*bf16:16"
+    arguments = {"out_ptr": half, "x_ptr": half, "numbers_ptr": numbers, "scale_ptr": scale, "bias_ptr": None}
     arguments |= {"zero_ptr": "*u8:16" if kind == "int4" else None, "order_ptr": "*i32:16", "ends_ptr": "*i32:16", "used": "i32"}
     arguments |= {"experts": "i32:16", "outs": "i32:16", "ins": "i32:16", "pitch": "i32:16", "groups": "i32:16"}
     arguments |= {"SPREAD": True, "MXFP4": kind == "mxfp4", "GROUP": group, "EXPERTS": 128}
