@@ -43,8 +43,8 @@ LAG = 0.1
 """Seconds by which 99 % of the event loop's timers may be late, on cores that the engine and the hostile tenants use too."""
 ALONE = (10.0, 120.0)
 """Fewest and most seconds without the hostile tenants; in between, a tenth of those with them."""
-MEMORY = 2048
-"""MiB that the server and its engine may hold: 1,024 of KV, 512 of grammars, the model, and what both programs need."""
+MEMORY = 2160
+"""MiB that server and engine may hold: 1,024 of KV, 512 of grammars, 300 of a text that is tokenized, 320 of model and programs."""
 LEFT = 16
 """How many descriptors, and threads, the server and its engine may have more at the end than before the hostile tenants came."""
 REST = 150.0
