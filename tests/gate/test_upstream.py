@@ -1,12 +1,14 @@
-"""What the gate asks an upstream at its start."""
+"""What the gate asks an upstream at its start, and the end of a connection."""
 
 import asyncio
+import gc
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from aiohttp import web
 
-from chairlift.gate.upstream import Upstream
+from chairlift.gate.upstream import Upstream, prepare_body
 from chairlift.sim.devices import device
 from chairlift.sim.steps import Load
 
@@ -47,3 +49,16 @@ def test_limits_are_found_on_pages_that_come_in_parts():
             await runner.cleanup()
 
     assert asyncio.run(main()).kv_tokens == 1600
+
+
+def test_a_connection_that_fails_after_its_answer_is_no_error(caplog):
+    async def main():
+        closed = asyncio.get_running_loop().create_future()
+        connection = SimpleNamespace(transport=None, protocol=SimpleNamespace(closed=closed))
+        prepare_body(SimpleNamespace(connection=connection, content=SimpleNamespace(is_eof=lambda: True)))
+        closed.set_exception(ConnectionResetError())
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    gc.collect()
+    assert not caplog.records

@@ -243,9 +243,10 @@ def prepare_body(response: aiohttp.ClientResponse) -> None:
         connection.transport.max_size = READ_BYTES  # type: ignore[attr-defined]
 
     def fail(closed: asyncio.Future[None]) -> None:
+        error = None if closed.cancelled() else closed.exception()  # asyncio logs one that nobody asks for
         body = response.content
         if not body.is_eof() and body.exception() is None:
-            body.set_exception((not closed.cancelled() and closed.exception()) or aiohttp.ClientPayloadError())
+            body.set_exception(error or aiohttp.ClientPayloadError())
 
     closed.add_done_callback(fail)
 
