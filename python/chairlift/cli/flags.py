@@ -225,13 +225,14 @@ def reject(reason: str, **flags: object) -> None:
 
 
 def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
-    """Makes a `cls` from its defaults, `--config`, environment variables and flags; the later ones win.
+    """Makes a `cls` from its defaults, the command's own (`defaults`), `--config`, environment variables and flags; the later ones win.
 
     Raises ValueError.
     """
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
-    file = {name: value for name, value in arguments.get("file_settings", {}).items() if name in names}
+    own = {**arguments.get("defaults", {}), **arguments.get("file_settings", {})}
+    file = {name: value for name, value in own.items() if name in names}
     return cls(**{**file, **from_environment(cls, arguments.get("variables", ())), **flags})
 
 

@@ -37,6 +37,8 @@ PROMPT_TOKENS = 256
 """Tokens of prompts in a step of the upstream, as estimated. Few, because most requests are admitted at a step's end."""
 DEFAULT_CONTEXT = 1 << 17
 """Longest sequence of an upstream that does not say it."""
+MAX_BODY_SIZE = 32 << 20
+"""Images and sounds are long, and upstreams have no limit or a higher one. Anthropic's API takes as much."""
 
 _ENGINE_FLAGS = (
     *("tokenizer", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "scheduling_policy", "tenant_weights", "tier_weights"),
@@ -52,6 +54,7 @@ _TEXTS = {
     "tokenizer": "directory or file of the upstreams' tokenizer, to count prompts' tokens with (default: they are estimated by bytes)",
     "max_num_seqs": f"requests that each upstream runs at once (default: what the upstream tells, else {MAX_NUM_SEQS})",
     "max_model_len": f"longest prompt plus output, in tokens (default: what the upstream tells, else {DEFAULT_CONTEXT})",
+    "max_body_size": "largest body of a request, like 64M; larger ones are refused (default: 32M)",
     "max_num_batched_tokens": f"tokens in one step of an upstream, as estimated (default: {PROMPT_TOKENS} more than --max-num-seqs)",
 }
 """Help of flags whose default or meaning differs from that of 'chairlift serve'."""
@@ -88,6 +91,7 @@ def add_parser(commands: Any, summary: str) -> None:
         metavar="KEY",
         help="sent to the upstreams instead of the clients' keys [CHAIRLIFT_UPSTREAM_API_KEY]",
     )
+    parser.set_defaults(defaults={"max_body_size": MAX_BODY_SIZE})
     flags.add_fields(parser, ServerConfig, _SERVER_FLAGS, texts=_TEXTS)
     flags.add_fields(parser, EngineConfig, _ENGINE_FLAGS, texts=_TEXTS)
 
