@@ -1,7 +1,8 @@
 """Other projects' clients, unmodified, against `chairlift serve`: each in a virtual environment of its own, at a pinned version.
 
-python tests/conformance/run.py [--venvs DIR] [CLIENT ...]; `make conformance` calls it. Without names it runs all that take a minute
-at most. Exits with 1 if a check failed, or if nothing could be run.
+python tests/conformance/run.py [--venvs DIR] [--gate] [CLIENT ...]; `make conformance` calls it. Without names it runs all that take a
+minute at most. With `--gate` they reach the servers that have a key through `chairlift gate`. Exits with 1 if a check failed, or if nothing
+could be run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ QUICK = ["--load-format", "none", "--max-model-len", "512"]
 REAL = ["--max-model-len", "2048", "--max-num-seqs", "16"]
 """The server with the default model."""
 SERVE = [sys.executable, "-m", "chairlift.cli.main", "serve", "--port", "0"]
+GATE = [sys.executable, "-m", "chairlift.cli.main", "gate", "--port", "0", "--upstream-api-key", KEY, "--upstream"]
+"""A gate in front of one of the servers, whose address is its last argument."""
 SCRIPTED = [sys.executable, str(HERE / "scripted_server.py")]
 """The server around a scripted engine that says what it is told to. Its argument is the file for its turns."""
 
@@ -201,6 +204,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(client.name for client in CLIENTS)}")
     parser.add_argument("--venvs", type=Path, default=Path(".venv-conformance"), help="where the clients' environments are kept")
+    parser.add_argument("--gate", action="store_true", help="put a gate in front of the servers that have a key")
     given = parser.parse_args()
     if unknown := set(given.clients) - {client.name for client in CLIENTS}:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
@@ -209,12 +213,17 @@ def main() -> int:
     venvs.mkdir(parents=True, exist_ok=True)
     outcomes = []
     with contextlib.ExitStack() as servers:
+
+        def started(command: list[str], name: str) -> str:
+            address = servers.enter_context(serving(command, venvs / f"{name}.log"))
+            return servers.enter_context(serving([*GATE, address], venvs / f"{name}-gate.log")) if given.gate else address
+
         environ = os.environ | {"CHAIRLIFT_KEY": KEY, "CHAIRLIFT_MODEL": DEFAULT_MODEL, "CHAIRLIFT_MODEL_DIR": str(locate(DEFAULT_MODEL))}
         environ.pop("PYTHONPATH", None)
         data = servers.enter_context(tempfile.TemporaryDirectory())
-        environ["CHAIRLIFT_QUICK"] = servers.enter_context(serving([*SERVE, *QUICK, "--data-dir", data], venvs / "quick.log"))
+        environ["CHAIRLIFT_QUICK"] = started([*SERVE, *QUICK, "--data-dir", data], "quick")
         if any(client.needs_model for client in chosen):
-            environ["CHAIRLIFT_REAL"] = servers.enter_context(serving([*SERVE, *REAL], venvs / "real.log"))
+            environ["CHAIRLIFT_REAL"] = started([*SERVE, *REAL], "real")
         if any(client.scripted for client in chosen):
             environ["CHAIRLIFT_TURNS"] = turns = str(venvs / "scripted.turns")
             environ["CHAIRLIFT_SCRIPTED"] = servers.enter_context(serving([*SCRIPTED, turns], venvs / "scripted.log"))
