@@ -204,7 +204,7 @@ def _head(status_line: str, headers: Mapping[str, str]) -> bytes:
     return "\r\n".join(lines).encode("utf-8", "surrogateescape")
 
 
-http_writer._serialize_headers = _head  # type: ignore[assignment]
+http_writer._serialize_headers = _head
 
 
 def without_secrets(url: str) -> str:
