@@ -192,16 +192,8 @@ impl World {
             Op::EvictCached => self.evict_cached(),
             Op::CloseQueue(closed) => self.scheduler.close_queue(closed, self.now),
             Op::Wait(time) => self.now += time,
-            Op::Abort(which) => {
-                if let Some(tag) = self.pick(which) {
-                    self.abort(tag);
-                }
-            }
-            Op::Stop(which) => {
-                if let Some(tag) = self.pick(which) {
-                    self.stop(tag);
-                }
-            }
+            Op::Abort(which) => _ = self.pick(which).map(|tag| self.abort(tag)),
+            Op::Stop(which) => _ = self.pick(which).map(|tag| self.stop(tag)),
             Op::Draft { which, right, wrong } => {
                 if let Some(tag) = self.pick(which) {
                     self.draft(tag, right, wrong);
