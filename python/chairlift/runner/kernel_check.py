@@ -217,9 +217,8 @@ def _experts(draw: Draw, kind: str) -> float:
     sorted_rows, host = sort_experts(choices, 4), Rows.sort(choices.cpu(), 4)
     weight = _expert_weights(draw, kind)
     numbers, scale, zero, group = weight.stored
-    whole = linear.dequantise(
-        linear.Quantised(*(None if part is None else part.flatten(0, 1).cpu() for part in (numbers, scale, zero)), group), torch.float32
-    ).view(4, 96, 64)
+    rows_of_all = linear.Quantised(numbers.flatten(0, 1), scale.flatten(0, 1), None if zero is None else zero.flatten(0, 1), group)
+    whole = linear.dequantise(rows_of_all, torch.float32).cpu().view(4, 96, 64)
     stored = (whole.to(numbers.device, half), None, None, 0) if kind == "16 bits" else weight.stored
     errors = [float((sorted_rows[0].cpu() != host.order).any())]
     for spread, rows in ((True, 9), (False, 18)):
