@@ -219,6 +219,7 @@ FOREIGN = {
         "--append",
         "--apply_chat_template",
         "--cpus",
+        "--enable-prompt-tokens-details",
         "--gpus",
         "--groups",
         "--head",
