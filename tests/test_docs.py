@@ -161,7 +161,7 @@ STATED = {
     ),
     "docs/capacity.md": (f"`--max-think-time` ({agents.THINK_TIME:.0f} s)",),
     "docs/capacity/plan.md": (
-        f"half of the\nmeasured step times are off by more than {plan.MAX_ERROR * 100:.0f} %",
+        f"half of the measured step times are off by more than {plan.MAX_ERROR * 100:.0f} %",
         f"`--duration` seconds ({agents.DURATION / 3600:g} hours)",
     ),
     "docs/scheduling/policies.md": (f"`--background-slowdown` ({CORE.background_slowdown:g})",),
