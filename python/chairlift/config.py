@@ -142,7 +142,7 @@ class EngineConfig:
     )
     dtype: str = flag(
         "auto",
-        "format of the weights; by default that of the checkpoint, a GGUF file's blocks included. --cpu-math sets what a CPU computes in",
+        "format of the weights; by default that of the checkpoint, a GGUF file's blocks included. --cpu-math sets the arithmetic of a CPU",
         choices=("auto", "float32", "float16", "bfloat16"),
         group="model",
     )
@@ -163,14 +163,14 @@ class EngineConfig:
     enable_lora: bool = flag(False, "allow LoRA adapters; requests choose one each", group="model")
     lora_modules: Mapping[str, str] | None = flag(
         None,
-        "adapters to load at the start: a name and a directory in peft's format, or a GGUF file, for each",
+        "adapters to load at the start: a name and a directory in peft's format, or a GGUF file, for each, like sql=adapters/sql",
         parse_paths,
         metavar="NAME=PATH",
         group="model",
         nargs="+",
     )
     max_lora_rank: int = flag(16, "highest rank of an adapter", int, group="model")
-    seed: int = flag(0, "seed of dummy weights, and of requests that name none", int, group="model")
+    seed: int = flag(0, "seed of dummy weights, and of the seeds of requests that have none", int, group="model")
     max_model_len: int | None = flag(
         None,
         "longest prompt plus output, in tokens (default: what the model was made for, less where memory is short)",
@@ -305,8 +305,8 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = flag(
         None,
-        "memory for the KV cache, on a CPU of all models (default: a quarter of what is available, on a CUDA device what "
-        "--gpu-memory-utilization leaves)",
+        "memory for the KV cache, like 4G; on a CPU for all models together (default: a quarter of the available memory, on a CUDA device "
+        "what --gpu-memory-utilization leaves)",
         parse_size,
         group="cache",
     )
@@ -319,8 +319,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "how keys and values are kept: 'auto' is float32 on a CPU, or 16 bits where --cpu-math is 'int16' or 'fast', and what the weights "
-        "are in elsewhere; "
+        "format of keys and values: 'auto' is float32 on a CPU, or 16 bits where --cpu-math is 'int16' or 'fast', and the format of the "
+        "weights elsewhere; "
         "'int8' is for CPUs, 'fp8' for CUDA devices; with 'bfloat16' a CPU with AVX-512 BF16 computes attention in it",
         choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
         group="cache",
@@ -328,8 +328,8 @@ class EngineConfig:
     enable_prefix_caching: bool = flag(True, "share the KV blocks of equal prompt beginnings", group="cache")
     prefix_cache_dir: str | None = flag(
         None,
-        "keep the KV blocks of prompt beginnings in this directory, so that a restarted engine need not compute them again; only those of "
-        "requests without a cache salt",
+        "keep the KV blocks of prompt beginnings in this directory, like ~/.cache/chairlift-kv, so that a restarted engine does not "
+        "compute them again; only those of requests without a cache salt and without a LoRA adapter",
         metavar="DIR",
         group="cache",
     )

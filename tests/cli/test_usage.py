@@ -125,8 +125,8 @@ def test_settings_of_other_servers_that_cannot_work(arguments, says, capsys):
 @pytest.mark.parametrize(
     ("command", "flag", "default"),
     [
-        ("gate", "--max-num-seqs N", "what the upstream tells, else 256"),
-        ("gate", "--max-model-len N", "what the upstream tells, else 131072"),
+        ("gate", "--max-num-seqs N", "what the upstream reports, else 256"),
+        ("gate", "--max-model-len N", "what the upstream reports, else 131072"),
         ("serve", "--max-model-len N", "what the model was made for, less where memory is short"),
         ("launch", "--model MODEL", "the first model of the server, or smollm2-135m-instruct if none runs"),
     ],

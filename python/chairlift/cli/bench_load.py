@@ -77,7 +77,11 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
         choices=("random", "sharegpt", "burstgpt", "timed_trace", "trace"),
         help="random words, or the trace in --dataset-path, whose format is detected (default: a trace if there is a path)",
     )
-    group.add_argument("--dataset-path", metavar="FILE", help="a trace: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, or ours")
+    group.add_argument(
+        "--dataset-path",
+        metavar="FILE",
+        help="a trace: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, or a CSV of arrival_s,prompt_tokens,output_tokens",
+    )
     group.add_argument(
         "--num-prompts",
         "--num-requests",

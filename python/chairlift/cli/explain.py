@@ -22,6 +22,8 @@ examples:
   chairlift explain cmpl-2d383f795c3348aab84c36a20f5df739
   chairlift explain my-own-request-id                as sent in X-Request-Id
   chairlift explain my-own-request-id --output time.svg
+
+The id is 'id' in the answer, and the response header x-request-id. docs/latency.md says what to do about each state.
 """
 
 

@@ -36,7 +36,9 @@ COMMON = {
 """The settings that `--help` shows; `--help-all` shows all."""
 
 SESSIONS = "recorded sessions of agents (docs/capacity.md), or a folder with logs of Claude Code or Codex"
-SIMULATED_MODEL = f"a well-known model, or any of which the files are here (default: {DEFAULT_MODEL})"
+SIMULATED_MODEL = (
+    f"a well-known model ('chairlift simulate --help' lists them), or one with files on this machine (default: {DEFAULT_MODEL})"
+)
 
 
 _MAX_USAGE = 8

@@ -52,9 +52,8 @@ _SERVER_FLAGS = (
 _TEXTS = {
     "served_model_name": "name of the model in metrics and the usage log (default: the host and port of the first upstream)",
     "tokenizer": "directory or file of the upstreams' tokenizer, to count prompts' tokens with (default: they are estimated by bytes)",
-    "max_num_seqs": f"requests that each upstream runs at once (default: what the upstream tells, else {MAX_NUM_SEQS})",
-    "max_model_len": f"longest prompt plus output, in tokens (default: what the upstream tells, else {DEFAULT_CONTEXT})",
-    "max_body_size": "largest body of a request, like 64M; larger ones are refused (default: 32M)",
+    "max_num_seqs": f"requests that each upstream runs at once (default: what the upstream reports, else {MAX_NUM_SEQS})",
+    "max_model_len": f"longest prompt plus output, in tokens (default: what the upstream reports, else {DEFAULT_CONTEXT})",
     "max_num_batched_tokens": f"tokens in one step of an upstream, as estimated (default: {PROMPT_TOKENS} more than --max-num-seqs)",
 }
 """Help of flags whose default or meaning differs from that of 'chairlift serve'."""
@@ -65,7 +64,7 @@ examples:
   chairlift gate --upstream http://gpu1:8000 --upstream http://gpu2:8000 --scheduling-policy fair
                                                                    two servers of one model, and tenants that share them fairly
   chairlift gate --upstream http://host:8000 --upstream-kv-tokens 400k --api-key-file keys.toml
-                                                                   a server that does not tell its KV cache; keys for each tenant
+                                                                   a server that does not report its KV cache; keys for each tenant
 
 Point clients at the gate instead of the server: every request passes unchanged, when it is its turn. The gate's own pages are /metrics,
 /dashboard, /live, /ready and /v1/requests/ID/explain; all other paths are the upstream's.
@@ -76,13 +75,18 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "gate", summary, _EXAMPLES, run)
     parser.add_argument(
-        "--upstream", action="append", type=_address, metavar="URL", default=[], help="a server to pass requests on to; several if repeated"
+        "--upstream",
+        action="append",
+        type=_address,
+        metavar="URL",
+        default=[],
+        help="required: a server to pass requests on to; several if repeated",
     )
     parser.add_argument(
         "--upstream-kv-tokens",
         type=values.size(1, LARGEST_SIZE),
         metavar="N",
-        help="tokens that each upstream's KV cache holds (default: what the upstream tells)",
+        help="tokens that each upstream's KV cache holds, like 400k (default: what the upstream reports)",
     )
     parser.add_argument(
         "--upstream-api-key",

@@ -20,7 +20,7 @@ from chairlift.server.config import ServerConfig
 
 GROUPS = {
     "run a model here": {
-        "run": "chat with a model: download and serve it if need be",
+        "run": "chat with a model: download and serve it if necessary",
         "chat": "chat with a model that this command loads, without a server",
         "generate": "generate text from prompts",
         "run-batch": "answer a file of requests, without a server",

@@ -70,11 +70,11 @@ class ServerConfig:
     host: str = flag("127.0.0.1", "address to listen on", group="server")
     port: int = flag(8000, "port to listen on; 0 picks a free one", int, group="server")
     served_model_name: str | None = flag(
-        None, "name that clients use for the model (default: as given, of a path the last part)", group="server"
+        None, "name that clients use for the model (default: MODEL, or the last part of its path)", group="server"
     )
     models: str | None = flag(
         None,
-        "serve several models: TOML with a table [NAME] a model, of path, aliases, keep_alive, priority, preload, and flags of the engine",
+        "TOML file of several models, with a table [NAME] for each: path, aliases, keep_alive, priority, preload, and flags of the engine",
         metavar="FILE",
         group="models",
     )
@@ -94,7 +94,7 @@ class ServerConfig:
     )
     preload: tuple[str, ...] = flag(
         (),
-        "those of several models that are loaded at the start, and stay until another needs the place: NAME,NAME or 'all'",
+        "models to load at the start, where there are several; they stay loaded until another needs their place: NAME,NAME or 'all'",
         parse_names,
         metavar="NAMES",
         group="models",
@@ -102,7 +102,7 @@ class ServerConfig:
     uds: str | None = flag(None, "listen on this Unix socket instead of a port", metavar="PATH", group="server")
     api_key: str | None = flag(
         None,
-        "what clients must send as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; NAME=KEY,NAME=KEY gives each tenant its own",
+        "key that clients must send as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; NAME=KEY,NAME=KEY gives each tenant its own",
         metavar="KEY",
         group="server",
         secret=True,
@@ -117,8 +117,8 @@ class ServerConfig:
     public_metrics: bool = flag(False, "serve /metrics without an API key: all figures, those of every tenant", group="server")
     api_key_file: str | None = flag(
         None,
-        "keys out of sight of 'ps', limits and rights: TOML with a table [NAME] a tenant, of key (or keys), weight, max_queued, "
-        "max_requests, group, tiers, operator",
+        "TOML file with keys, limits and rights, which 'ps' does not show: a table [NAME] for each tenant, with key (or keys), weight, "
+        "max_queued, max_requests, group, tiers, operator",
         metavar="FILE",
         group="server",
     )
