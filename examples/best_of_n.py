@@ -1,4 +1,4 @@
-"""Best of n with early cutting: paths whose score falls behind are dropped while the others go on."""
+"""Best of n with early cutting: paths with low scores are dropped while the others continue."""
 
 from chairlift import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""A search over HTTP: paths are forked from one live sequence, ranked by their scores, and only the best goes on."""
+"""A search over HTTP: paths are forked from one live sequence, ranked by their scores, and only the best is continued."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
