@@ -220,6 +220,7 @@ FOREIGN = {
         "--apply_chat_template",
         "--cpus",
         "--enable-prompt-tokens-details",
+        "--gate",
         "--gpus",
         "--groups",
         "--head",
