@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -392,13 +393,11 @@ def test_the_engine_is_told_once_when_a_streamed_answer_begins():
         """The number of calls after each part of an answer."""
         called, counts = [], []
 
-        async def parts():
-            for part in (b": keep-alive\n\n", b"data: 1\n\n", b"data: 2\n\n"):
-                yield part
+        parts = AsyncMock(side_effect=(b": keep-alive\n\n", b"data: 1\n\n", b"data: 2\n\n", b""))
 
         @asynccontextmanager
         async def request(*_):
-            content = SimpleNamespace(iter_any=parts)
+            content = SimpleNamespace(readany=parts)
             yield SimpleNamespace(content_type=content_type, status=200, raw_headers=(), headers={}, connection=None, content=content)
 
         async def send(_):
@@ -439,11 +438,8 @@ def test_a_body_is_dropped_when_the_upstream_answers():
             raw_headers=(),
             headers={},
             connection=None,
-            content=SimpleNamespace(iter_any=parts),
+            content=SimpleNamespace(readany=AsyncMock(side_effect=(b"{}", b""))),
         )
-
-    async def parts():
-        yield b"{}"
 
     async def send(_):
         seen.append(len(raw))

@@ -252,7 +252,7 @@ def test_the_page_of_the_laboratory_has_what_its_commands_write_and_print(tmp_pa
     capsys.readouterr()
     assert main(command.replace("\\\n", "").split()) == 0
     printed = capsys.readouterr().out.splitlines()
-    table = page.partition("The second one prints")[2].split("```")[1].splitlines()[1:]
+    table = page.partition("The second command prints")[2].split("```")[1].splitlines()[1:]
     assert [line for line in table if line not in printed] == []
     assert len(table) == 3
     assert "Continuous batching, Mine: Goes first: the least remaining work." in printed

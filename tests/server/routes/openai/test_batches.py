@@ -392,7 +392,7 @@ def test_names_are_never_paths(server, tmp_path, name):
         assert reply.status_code == 200
         assert http.get(f"/v1/files/{reply.json()['id']}/content").content == b"x"
     assert sorted(path.name.split("-")[0] for path in (tmp_path / "data").rglob("*")) == [
-        *("chairlift.sqlite3", "chairlift.sqlite3", "file", "files"),
+        *("chairlift.sqlite3", "chairlift.sqlite3", "file", "files", "reserve"),
     ]
 
 
