@@ -1,5 +1,6 @@
 import contextlib
 import json
+import os
 import socket
 import ssl
 from types import SimpleNamespace
@@ -355,10 +356,11 @@ def test_a_unix_socket_is_for_its_user_alone(tmp_path):
         dead.bind(str(path))
     with open_path(str(path), 0o600):  # nobody listens at it any more
         pass
-    with open_path(str(path), 0o600):
-        path.unlink()
+    with open_path(str(path), 0o600) as listener:
+        listener.close()  # so that the next server may get a file of the same number
         next_server = open_path(str(path), 0o600)
         next_server.__enter__()
+        os.utime(path, (0, 0))  # it is made at another time
     assert path.exists(), "it is another server's by now"
     next_server.__exit__(None, None, None)
     (tmp_path / "file").write_text("mine")

@@ -59,14 +59,20 @@ def open_path(path: str, mode: int) -> Iterator[socket.socket]:
     except OSError as error:
         listener.close()
         raise PortTaken(f"cannot listen on the Unix socket {path}: {error.strerror or error}") from None
-    own = os.stat(path).st_ino
+    own = _identity(path)
     with listener:
         try:
             yield listener
         finally:
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_ino == own:  # the file may have been removed, and another server may listen there
+                if _identity(path) == own:  # the file may have been removed, and another server may listen there
                     os.unlink(path)
+
+
+def _identity(path: str) -> tuple[int, int]:
+    """Tells a socket from one that is made later: that may get the number of a file that was removed."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
 
 
 def _remove_stale_socket(path: str) -> None:
