@@ -3,12 +3,12 @@
 import asyncio
 import gc
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
 
-from chairlift.engine.background import cancel, in_background
+from chairlift.engine.background import ask_to_end, cancel, in_background
 from chairlift.server import garbage
 
 
@@ -121,9 +121,31 @@ def test_a_task_that_was_cancelled_twice_ends_its_last_work():
 
         task = asyncio.create_task(work())
         await asyncio.sleep(0)
-        task.cancel()
+        ask_to_end([task])
         await asyncio.sleep(0)
         await cancel([task])
         return stored
 
     assert asyncio.run(run()) == ["answers"]
+
+
+def test_a_task_in_which_a_timeout_has_just_expired_is_cancelled():
+    went_on = []
+
+    async def run():
+        limit = asyncio.timeout(None)
+
+        async def work():
+            with suppress(TimeoutError):
+                async with limit:
+                    await asyncio.Event().wait()
+            went_on.append(True)
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        limit.reschedule(asyncio.get_running_loop().time())
+        await asyncio.sleep(0)
+        await cancel([task])
+
+    asyncio.run(run())
+    assert went_on == []

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakSet
 
 
 @asynccontextmanager
@@ -18,10 +19,20 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await cancel([task])
 
 
-async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels tasks and waits for their ends. Their errors are dropped. One that was cancelled before is left to its last work."""
-    every = list(tasks)
-    for task in every:
-        if not (isinstance(task, asyncio.Task) and task.cancelling()):
+_told: WeakSet[asyncio.Future[Any]] = WeakSet()
+
+
+def ask_to_end(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancels tasks, each only once: a second time would interrupt its last work."""
+    for task in tasks:
+        # `cancelling` does not tell: it also counts a timeout within the task, after which the task may go on.
+        if task not in _told:
+            _told.add(task)
             task.cancel()
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Asks tasks to end and waits for their ends. Their errors are dropped."""
+    every = list(tasks)
+    ask_to_end(every)
     await asyncio.gather(*every, return_exceptions=True)
