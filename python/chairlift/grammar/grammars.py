@@ -55,8 +55,8 @@ class Grammars:
         self._kept: OrderedDict[Key, Future[Grammar]] = OrderedDict()
         self._living: WeakKeyDictionary[GrammarUsage, tuple[str, int]] = WeakKeyDictionary()
         """The group of each grammar that is cached or used by a sequence, and its bytes when it was compiled."""
-        self._most_bytes = 0
-        """Bytes of all grammars when they were the most since memory was returned to the system."""
+        self._used_bytes = self._most_bytes = 0
+        """Bytes of all grammars now, and when they were the most since memory was returned to the system."""
         self._allowances = TenantAllowances(TENANT_SECONDS)
         self._queue = CompileQueue()
         self._thread: threading.Thread | None = None
@@ -133,23 +133,27 @@ class Grammars:
                     whose = "your grammars" if crowd == {group} else "the grammars of all requests"
                     raise QueueFull(f"{whose} take as much memory as they may: wait until requests with grammars end", retry_after=1.0)
                 self._evict(sizes)
+        self._trim()
 
     def _groups_without_room(self, group: str, size: int) -> set[str]:
         """Whose grammars leave no room for `size` bytes more of a group: nobody's, its own, or those of all."""
         used: Counter[str] = Counter()
         for usage, (owner, compiled_size) in self._living.items():
             used[owner] += compiled_size + usage.growth
-        self._trim_after(used.total())
+        self._used_bytes = used.total()
+        self._most_bytes = max(self._most_bytes, self._used_bytes)
         if used[group] + size > MAX_BYTES_OF_GROUP:
             return {group}
         return set(used) if used.total() + size > MAX_BYTES else set()
 
-    def _trim_after(self, used: int) -> None:
-        """Returns memory to the system if the grammars have become much smaller: it is in small blocks, of which glibc would keep most."""
-        if self._most_bytes - used > TRIMMED_BYTES:
-            self._most_bytes = used
+    def _trim(self) -> None:
+        """Returns memory to the system if the grammars have become much smaller: it is in small blocks, of which glibc would keep most.
+
+        Call it without the lock: it takes tens of milliseconds.
+        """
+        if self._most_bytes - self._used_bytes > TRIMMED_BYTES:
+            self._most_bytes = self._used_bytes
             trim()
-        self._most_bytes = max(self._most_bytes, used)
 
     def _evict(self, sizes: Mapping[Key, int]) -> None:
         """Evicts the least recently requested grammar of the group with the most. Sequences that use it are not affected.
