@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from aiohttp import web
 
+from chairlift.errors import InvalidSetting
 from chairlift.gate.upstream import Upstream, prepare_body
 from chairlift.sim.devices import device
 from chairlift.sim.steps import Load
@@ -49,6 +51,11 @@ def test_limits_are_found_on_pages_that_come_in_parts():
             await runner.cleanup()
 
     assert asyncio.run(main()).kv_tokens == 1600
+
+
+def test_a_key_with_a_line_break_is_refused():
+    with pytest.raises(InvalidSetting, match="--upstream-api-key must be one line"):
+        Upstream("http://127.0.0.1:1", "sk-1\n")
 
 
 def test_a_connection_that_fails_after_its_answer_is_no_error(caplog):

@@ -17,7 +17,7 @@ from aiohttp import http_writer
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.gate.limits import Limits, merged, of_llama_cpp, of_metrics, of_models, of_sglang
 
 log = logging.getLogger("chairlift")
@@ -67,7 +67,12 @@ class Upstream:
     """A server with a base address. `close` it at the end."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`api_key`, or else the user and password in `url`, replace what clients send as their key."""
+        """`api_key`, or else the user and password in `url`, replace what clients send as their key.
+
+        Raises InvalidSetting for a key that is no line of text.
+        """
+        if api_key is not None and not api_key.isprintable():  # a line break would end the head of a request
+            raise InvalidSetting("--upstream-api-key must be one line of printable characters")
         parts = URL(url)
         self.url = without_secrets(url)
         """Clients and logs get to see it."""
