@@ -428,3 +428,18 @@ def test_the_servers_process_has_no_threads_that_compute():
         "assert not [line for line in open('/proc/self/maps') if 'omp' in line.rpartition('/')[2]]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_gate_takes_larger_bodies_than_a_server():
+    limits = [flags.read(ServerConfig, vars(main.build_parser(name).parse_args([name]))).max_body_size for name in ("serve", "gate")]
+    assert limits == [2 << 20, 32 << 20]
+    given = vars(main.build_parser("gate").parse_args(["gate", "--max-body-size", "1M"]))
+    assert flags.read(ServerConfig, given).max_body_size == parse_size("1M")
+
+
+def test_a_key_for_upstreams_that_no_header_can_carry_is_refused_unquoted(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["gate", "--upstream", "http://127.0.0.1:1", "--upstream-api-key", "secret\nx"])
+    error = capsys.readouterr().err
+    assert "--upstream-api-key: the key has control characters" in error
+    assert "secret" not in error
