@@ -69,3 +69,10 @@ def test_a_request_that_embeds_nothing_has_no_count_of_tokens(http, document):
 def test_requests_have_the_fields_that_are_read(document, path, fields):
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     assert fields <= document["components"]["schemas"][schema]["properties"].keys()
+
+
+def test_a_body_that_may_be_empty_is_not_required(document):
+    bodies = {
+        path: methods["post"]["requestBody"] for path, methods in document["paths"].items() if "requestBody" in methods.get("post", ())
+    }
+    assert {path for path, body in bodies.items() if not body["required"]} == {"/v1/sequences/{id}/fork", "/v1/sequences/{id}/generate"}

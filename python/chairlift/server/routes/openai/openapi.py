@@ -150,7 +150,8 @@ def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, s
     in_use = {409: "In use", 410: "Dropped while it was generated"} if "{id}" in path else {}
     operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED | in_use, _error(path))
     schema = {"type": "object"} if model is None else _ref(model.__name__)
-    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    required = model not in (SequenceForkRequest, SequenceGenerateRequest)
+    body = {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
     return operation | body | ({"parameters": [_ID]} if "{id}" in path else {})
 
 
