@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from typing import Any
 
 from chairlift.errors import InvalidSetting
@@ -31,6 +33,7 @@ def load(text: str) -> str:
     from chairlift.sim.policy import load
 
     try:
-        return load(text)
+        with contextlib.redirect_stdout(sys.stderr):  # the command's output may be read by a program
+            return load(text)
     except InvalidSetting as error:
         raise argparse.ArgumentTypeError(str(error)) from None

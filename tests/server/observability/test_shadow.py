@@ -57,10 +57,11 @@ def test_what_a_policy_prints_is_no_report(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr("chairlift.sim.shadow.follow", follow)
     monkeypatch.setattr("chairlift.sim.shadow.Shadow", lambda file, settings: None)
     monkeypatch.setattr("os.nice", lambda steps: None)
-    assert main(["shadow", str(tmp_path / "day.journal"), "--policy", "fair", "--json"]) == 0
+    (tmp_path / "p.py").write_text("from chairlift import Policy\nprint('imported')\nclass Loud(Policy):\n    pass\n")
+    assert main(["shadow", str(tmp_path / "day.journal"), "--policy", f"{tmp_path}/p.py:Loud", "--json"]) == 0
     written = capfd.readouterr()
     assert json.loads(written.out) == {"settings": "x"}
-    assert "the queue is long" in written.err
+    assert "imported\nthe queue is long" in written.err
 
 
 def test_the_last_report_is_in_the_metrics_of_the_operator_alone():
