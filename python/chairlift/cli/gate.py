@@ -90,7 +90,6 @@ def add_parser(commands: Any, summary: str) -> None:
     )
     parser.add_argument(
         "--upstream-api-key",
-        type=_key,
         default=os.environ.get("CHAIRLIFT_UPSTREAM_API_KEY"),
         metavar="KEY",
         help="sent to the upstreams instead of the clients' keys [CHAIRLIFT_UPSTREAM_API_KEY]",
@@ -204,13 +203,6 @@ def _engine_config(config: EngineConfig, limits: Sequence[Limits], directory: Pa
         max_model_len=min(HEADROOM * context, max(BLOCK_SIZE, kv_tokens)),
         max_num_batched_tokens=config.max_num_batched_tokens or PROMPT_TOKENS + seqs,
     )
-
-
-def _key(text: str) -> str:
-    """A key for a header. The message does not contain it."""
-    if not text.isprintable():
-        raise argparse.ArgumentTypeError("the key has control characters")
-    return text
 
 
 def _address(text: str) -> str:

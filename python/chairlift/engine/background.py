@@ -19,15 +19,15 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await cancel([task])
 
 
-_told: WeakSet[asyncio.Future[Any]] = WeakSet()
+_asked: WeakSet[asyncio.Future[Any]] = WeakSet()
 
 
 def ask_to_end(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancels tasks, each only once: a second time would interrupt its last work."""
     for task in tasks:
         # `cancelling` does not tell: it also counts a timeout within the task, after which the task may go on.
-        if task not in _told:
-            _told.add(task)
+        if task not in _asked:
+            _asked.add(task)
             task.cancel()
 
 
