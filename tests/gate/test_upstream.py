@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
+from aiohttp import http_writer, web
 
 from chairlift.errors import InvalidSetting
 from chairlift.gate.upstream import Upstream, prepare_body
@@ -69,3 +69,9 @@ def test_a_connection_that_fails_after_its_answer_is_no_error(caplog):
     asyncio.run(main())
     gc.collect()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["a\nb: c", "a\rb", "a\0b"])
+def test_no_header_value_ends_the_head_of_a_request(value):
+    with pytest.raises(ValueError, match="line break"):
+        http_writer._serialize_headers("GET / HTTP/1.1", {"a": value})  # noqa: SLF001 (the gate replaces it)

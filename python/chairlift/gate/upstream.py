@@ -204,8 +204,13 @@ def passed_on(headers: RawHeaders) -> RawHeaders:
 
 
 def _head(status_line: str, headers: Mapping[str, str]) -> bytes:
-    """The bytes of a request's head. aiohttp's own function leaves out the bytes of values that are not UTF-8."""
+    """The bytes of a request's head. aiohttp's own function leaves out the bytes of values that are not UTF-8.
+
+    Raises ValueError, as that does, for a line break, which would end the head.
+    """
     lines = [status_line, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    if any(character in line for line in lines for character in "\r\n\0"):
+        raise ValueError("a header has a line break or a null character")
     return "\r\n".join(lines).encode("utf-8", "surrogateescape")
 
 
@@ -248,7 +253,7 @@ def prepare_body(response: aiohttp.ClientResponse) -> None:
         connection.transport.max_size = READ_BYTES  # type: ignore[attr-defined]
 
     def fail(closed: asyncio.Future[None]) -> None:
-        error = None if closed.cancelled() else closed.exception()  # asyncio logs one that nobody asks for
+        error = None if closed.cancelled() else closed.exception()  # asyncio logs an exception that is not retrieved
         body = response.content
         if not body.is_eof() and body.exception() is None:
             body.set_exception(error or aiohttp.ClientPayloadError())
