@@ -66,7 +66,7 @@ fn without_added_tokens(tokenizer: &Tokenizer) -> Tokenizer {
 pub(crate) struct GrammarMatcher {
     matcher: Mutex<Matcher>,
     /// A parser at the start of the grammar, to look at the lexer, which a [`Matcher`] hides. None of an invalid grammar.
-    start: Arc<Option<Mutex<Parser>>>,
+    start: Option<Arc<Mutex<Parser>>>,
     tokens: TokEnv,
     /// The model's number of tokens.
     size: usize,
@@ -89,8 +89,8 @@ impl GrammarMatcher {
             let init = GrammarInit::Serialized(TopLevelGrammar::from_lark_or_grammar_list(grammar)?);
             vocabulary.factory.create_parser_from_init_ext(init, Logger::new(0, 0), InferenceCapabilities::default(), limits)
         });
-        let start = compiled.as_ref().ok().map(|compiled| Mutex::new(compiled.parser.clone()));
-        let (start, tokens) = (Arc::new(start), vocabulary.factory.tok_env().clone());
+        let start = compiled.as_ref().ok().map(|compiled| Arc::new(Mutex::new(compiled.parser.clone())));
+        let tokens = vocabulary.factory.tok_env().clone();
         Self { matcher: Mutex::new(Matcher::new(compiled)), start, tokens, size: vocabulary.size }
     }
 
@@ -103,7 +103,7 @@ impl GrammarMatcher {
     /// A matcher at the same position.
     fn copy(&self) -> Self {
         let matcher = Mutex::new(lock(&self.matcher).clone());
-        Self { matcher, start: Arc::clone(&self.start), tokens: self.tokens.clone(), size: self.size }
+        Self { matcher, start: self.start.clone(), tokens: self.tokens.clone(), size: self.size }
     }
 
     /// Why the matcher failed: the grammar is invalid, a token was not allowed, or a limit was reached.
@@ -116,9 +116,9 @@ impl GrammarMatcher {
     /// lexer has failed.
     #[getter]
     fn lexer_bytes(&self, py: Python<'_>) -> usize {
-        let bytes = |start: &Mutex<Parser>| lock(start).lexer_stats().num_bytes;
+        let Some(start) = &self.start else { return 0 };
         // The lexer's lock panics after a panic of llguidance, which its matchers report as an error.
-        py.detach(|| self.start.as_ref().as_ref().and_then(|start| catch_unwind(AssertUnwindSafe(|| bytes(start))).ok()).unwrap_or(0))
+        py.detach(|| catch_unwind(AssertUnwindSafe(|| lock(start).lexer_stats().num_bytes)).unwrap_or(0))
     }
 
     /// Which tokens may come next: int32 [vocabulary / 32, rounded up] as bytes, a bit for each token. After the grammar's end, and after a
