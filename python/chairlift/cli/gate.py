@@ -54,7 +54,7 @@ _TEXTS = {
     "tokenizer": "directory or file of the upstreams' tokenizer, to count prompts' tokens with (default: they are estimated by bytes)",
     "max_num_seqs": f"requests that each upstream runs at once (default: what the upstream reports, else {MAX_NUM_SEQS})",
     "max_model_len": f"longest prompt plus output, in tokens (default: what the upstream reports, else {DEFAULT_CONTEXT})",
-    "max_body_size": "largest body of a request, like 64M; larger ones are refused (default: 32M)",
+    "max_body_size": f"largest body of a request, like 64M; larger ones are refused (default: {MAX_BODY_SIZE >> 20}M)",
     "max_num_batched_tokens": f"tokens in one step of an upstream, as estimated (default: {PROMPT_TOKENS} more than --max-num-seqs)",
 }
 """Help of flags whose default or meaning differs from that of 'chairlift serve'."""

@@ -143,9 +143,8 @@ class Database:
         """Takes the space of the reserve, as far as there is some."""
         try:
             if not self._reserve.exists() or self._reserve.stat().st_size < RESERVE_BYTES:
-                self._reserve.write_bytes(
-                    os.urandom(1 << 20) * (RESERVE_BYTES >> 20)
-                )  # zeros take no space on a file system that compresses
+                # Zeros would take no space on a file system that compresses.
+                self._reserve.write_bytes(os.urandom(1 << 20) * (RESERVE_BYTES >> 20))
         except OSError as error:
             logger.warning("%s could not be written: on a full disk, files may not be deletable: %s", self._reserve, error.strerror)
 
