@@ -35,6 +35,14 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe fn store(p: *mut f32, x: __m512) = _mm512_storeu_ps(p, x);
         unsafe fn load_f16(p: *const u16) -> __m512 = _mm512_cvtph_ps(_mm256_loadu_si256(p.cast()));
         unsafe fn load_i8(p: *const i8) -> __m512 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())));
+        unsafe fn load_bf16(p: *const u16) -> __m512 = {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        };
+        unsafe fn store_bf16_pairs(p: *mut u32, low: __m512, high: __m512) = {
+            let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
+            _mm512_storeu_si512(p.cast(), _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_castps_si512(high)));
+        };
     }
     instructions! {
         fn splat(x: f32) -> __m512 = _mm512_set1_ps(x);
@@ -49,20 +57,22 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         fn largest(x: __m512) -> f32 = _mm512_reduce_max_ps(x);
         fn any_above(a: __m512, b: __m512) -> bool = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0;
         fn round(x: __m512) -> __m512 = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(self, p: *const u16) -> __m512 {
-        unsafe {
-            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
-        }
-    }
-    #[inline(always)]
-    unsafe fn store_bf16_pairs(self, p: *mut u32, low: __m512, high: __m512) {
-        unsafe {
-            let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
-            _mm512_storeu_si512(p.cast(), _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_castps_si512(high)));
-        }
+        /// One instruction finds the distance to the next lower integer, and another one multiplies by two to the power of that integer.
+        fn exp_13_bits(x: __m512, base: __m512) -> __m512 = {
+            // 2^r between 0 and 1, with a relative error of 2^-13.
+            const COEFFICIENTS: [f32; 4] = [0.999_925_2, 0.695_833_56, 0.226_067_16, 0.078_024_52];
+            let log2e = _mm512_set1_ps(std::f32::consts::LOG2_E);
+            let x = _mm512_fmsub_ps(x, log2e, _mm512_mul_ps(base, log2e));
+            let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
+            let r = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
+            let [c0, c1, c2, c3] = COEFFICIENTS.map(|c| _mm512_set1_ps(c));
+            let p = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_fmadd_ps(c3, r, c2), r, c1), r, c0);
+            _mm512_maskz_scalef_ps(kept, p, x)
+        };
+        fn power_of_two(n: __m512) -> __m512 = {
+            let exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(exponent))
+        };
     }
     #[inline(always)]
     fn round_bf16_pairs(self, low: __m512, high: __m512) -> __m512 {
@@ -119,28 +129,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             _mm512_maskz_scalef_ps(kept, p, n)
         }
     }
-    /// One instruction finds the distance to the next lower integer, and another one multiplies by two to the power of that integer.
-    #[inline(always)]
-    fn exp_13_bits(self, x: __m512, base: __m512) -> __m512 {
-        // 2^r between 0 and 1, with a relative error of 2^-13.
-        const COEFFICIENTS: [f32; 4] = [0.999_925_2, 0.695_833_56, 0.226_067_16, 0.078_024_52];
-        unsafe {
-            let log2e = _mm512_set1_ps(std::f32::consts::LOG2_E);
-            let x = _mm512_fmsub_ps(x, log2e, _mm512_mul_ps(base, log2e));
-            let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
-            let r = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
-            let [c0, c1, c2, c3] = COEFFICIENTS.map(|c| _mm512_set1_ps(c));
-            let p = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_fmadd_ps(c3, r, c2), r, c1), r, c0);
-            _mm512_maskz_scalef_ps(kept, p, x)
-        }
-    }
-    #[inline(always)]
-    fn power_of_two(self, n: __m512) -> __m512 {
-        unsafe {
-            let exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(exponent))
-        }
-    }
 }
 
 // SAFETY of all blocks below: as above.
@@ -159,6 +147,10 @@ impl<const BF16: bool> Int8 for Avx512<BF16> {
         unsafe fn store_words(p: *mut u32, x: __m512i) = _mm512_storeu_si512(p.cast(), x);
         unsafe fn gather(table: *const u32, index: __m512i) -> __m512i = _mm512_i32gather_epi32::<4>(index, table.cast());
         unsafe fn store_bytes(p: *mut i8, x: __m512) = _mm_storeu_si128(p.cast(), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+        unsafe fn nibbles(p: *const u8, half: usize) -> __m512i = {
+            let w = _mm512_loadu_si512(p.cast());
+            _mm512_and_si512(if half == 0 { w } else { _mm512_srli_epi16::<4>(w) }, _mm512_set1_epi8(15))
+        };
     }
     instructions! {
         fn splat_i32(x: i32) -> __m512i = _mm512_set1_epi32(x);
@@ -173,69 +165,40 @@ impl<const BF16: bool> Int8 for Avx512<BF16> {
             _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)));
         fn lookup_bytes(x: __m512i, table: &[u8; 16]) -> __m512i =
             _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), x);
-    }
-    #[inline(always)]
-    unsafe fn nibbles(self, p: *const u8, half: usize) -> __m512i {
-        unsafe {
-            let w = _mm512_loadu_si512(p.cast());
-            _mm512_and_si512(if half == 0 { w } else { _mm512_srli_epi16::<4>(w) }, _mm512_set1_epi8(15))
-        }
-    }
-    #[inline(always)]
-    fn dot4(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
-        self.dot8(sum, w, x)
-    }
-    #[inline(always)]
-    fn total4(self, sum: __m512i) -> __m512i {
-        sum
-    }
-    #[inline(always)]
-    fn sign_bytes(self, x: __m512i, signs: __m512i, shift: i32, offset: __m512i) -> __m512i {
-        // All bits of the bytes of each of 16 signs. The instruction uses the lowest four bits of each word.
-        const NEGATIVE: [u32; 16] = {
-            let (mut words, mut i) = ([0; 16], 0);
-            while i < 16 {
-                words[i] = ((i as u32).wrapping_mul(0x0020_4081) & 0x0101_0101) * 255;
-                i += 1;
-            }
-            words
-        };
-        unsafe {
+        fn sign_bytes(x: __m512i, signs: __m512i, shift: i32, offset: __m512i) -> __m512i = {
+            // All bits of the bytes of each of 16 signs. The instruction uses the lowest four bits of each word.
+            const NEGATIVE: [u32; 16] = {
+                let (mut words, mut i) = ([0; 16], 0);
+                while i < 16 {
+                    words[i] = ((i as u32).wrapping_mul(0x0020_4081) & 0x0101_0101) * 255;
+                    i += 1;
+                }
+                words
+            };
             let signs = _mm512_srl_epi32(signs, _mm_cvtsi32_si128(shift));
             let negative = _mm512_permutexvar_epi32(signs, _mm512_loadu_si512(NEGATIVE.as_ptr().cast()));
             _mm512_add_epi8(_mm512_xor_si512(x, negative), _mm512_sub_epi8(offset, negative))
-        }
-    }
-    #[inline(always)]
-    fn field(self, x: __m512i, shift: i32, mask: i32) -> __m512i {
-        unsafe {
+        };
+        fn field(x: __m512i, shift: i32, mask: i32) -> __m512i = {
             let count = _mm_cvtsi32_si128(shift.abs());
             let shifted = if shift < 0 { _mm512_sll_epi32(x, count) } else { _mm512_srl_epi32(x, count) };
             _mm512_and_si512(shifted, _mm512_set1_epi32(mask))
-        }
-    }
-    #[inline(always)]
-    fn lookup(self, x: __m512i, shift: i32, table: __m512) -> __m512 {
+        };
         // The instruction uses the lowest four bits of each word.
-        unsafe { _mm512_permutexvar_ps(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), table) }
-    }
-    #[inline(always)]
-    fn lookup_halves(self, x: __m512i, shift: i32, values: &[u16; 64], wide: bool) -> __m512 {
-        unsafe {
+        fn lookup(x: __m512i, shift: i32, table: __m512) -> __m512 =
+            _mm512_permutexvar_ps(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), table);
+        fn lookup_halves(x: __m512i, shift: i32, values: &[u16; 64], wide: bool) -> __m512 = {
             let low = _mm512_loadu_si512(values.as_ptr().cast());
             let high = _mm512_loadu_si512(values.as_ptr().add(32).cast());
             let index = _mm512_srl_epi16(x, _mm_cvtsi32_si128(shift));
             let found = if wide { _mm512_permutex2var_epi16(low, index, high) } else { _mm512_permutexvar_epi16(index, low) };
             _mm512_castsi512_ps(found)
-        }
-    }
-    #[inline(always)]
-    fn pick_bf16(self, x: __m512i, shift: i32, table: [__m512; 2]) -> __m512 {
-        // The instruction uses the lowest five bits of each half: twice the code, and 1 for the upper half.
-        unsafe {
+        };
+        fn pick_bf16(x: __m512i, shift: i32, table: [__m512; 2]) -> __m512 = {
+            // The instruction uses the lowest five bits of each half: twice the code, and 1 for the upper half.
             let twice = if shift == 0 { _mm512_slli_epi16::<1>(x) } else { _mm512_srl_epi16(x, _mm_cvtsi32_si128(shift - 1)) };
             let index = _mm512_or_si512(twice, _mm512_set1_epi16(1));
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(index, _mm512_castps_si512(table[0])))
-        }
+        };
     }
 }

@@ -30,9 +30,15 @@ pub(crate) trait Int8: Simd {
     /// Adds the products of 8-bit weights `w` and activations `x` to each column's sum.
     fn dot8(self, sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
     /// Like `dot8`, for 4-bit weights. A sum can hold at most 32 products per column and must be read with `total4`.
-    fn dot4(self, sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    #[inline(always)]
+    fn dot4(self, sum: Self::I, w: Self::I, x: Self::I) -> Self::I {
+        self.dot8(sum, w, x)
+    }
     /// Converts the sums of `dot4` to one 32-bit sum per column.
-    fn total4(self, sum: Self::I) -> Self::I;
+    #[inline(always)]
+    fn total4(self, sum: Self::I) -> Self::I {
+        sum
+    }
     fn to_f32(self, x: Self::I) -> Self::F;
     /// Rounds to the nearest integers, ties to even. Numbers that 32 bits do not hold give unspecified integers.
     fn to_integers(self, x: Self::F) -> Self::I;

@@ -1,7 +1,6 @@
 //! Registers of fp32 lanes: a trait, an implementation per instruction set, and the selection at run time.
 
 /// Defines methods that are inlined into the kernel which is compiled for their instructions. Either all are unsafe or none is.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! instructions {
     ($($(#[$doc:meta])* fn $name:ident($($operand:ident: $kind:ty),*) -> $result:ty = $value:expr;)*) => {$(
         $(#[$doc])*
@@ -16,6 +15,17 @@ macro_rules! instructions {
         unsafe fn $name(self, $($operand: $kind),*) $(-> $result)? {
             // SAFETY: as above, and the caller guarantees that pointers are valid.
             unsafe { $value }
+        }
+    )*};
+}
+
+/// Like `instructions`, for methods that need no instructions.
+macro_rules! functions {
+    ($($(#[$doc:meta])* fn $name:ident($($operand:ident: $kind:ty),*) -> $result:ty = $value:expr;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        fn $name(self, $($operand: $kind),*) -> $result {
+            $value
         }
     )*};
 }

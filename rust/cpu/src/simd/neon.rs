@@ -29,6 +29,16 @@ impl Simd for Neon {
         unsafe fn load(p: *const f32) -> float32x4_t = vld1q_f32(p);
         unsafe fn store(p: *mut f32, x: float32x4_t) = vst1q_f32(p, x);
         unsafe fn load_bf16(p: *const u16) -> float32x4_t = vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(p)));
+        unsafe fn load_f16(p: *const u16) -> float32x4_t = {
+            let wide;
+            // The intrinsics for half precision are stable only since Rust 1.94.
+            asm!("fcvtl {:v}.4s, {:v}.4h", lateout(vreg) wide, in(vreg) vld1_u16(p), options(pure, nomem, nostack, preserves_flags));
+            wide
+        };
+        unsafe fn load_i8(p: *const i8) -> float32x4_t = {
+            let bytes = vcreate_s8(u64::from(p.cast::<u32>().read_unaligned()));
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+        };
     }
     instructions! {
         fn splat(x: f32) -> float32x4_t = vdupq_n_f32(x);
@@ -44,29 +54,10 @@ impl Simd for Neon {
         fn largest(x: float32x4_t) -> f32 = vmaxvq_f32(x);
         fn any_above(a: float32x4_t, b: float32x4_t) -> bool = vmaxvq_u32(vcgtq_f32(a, b)) != 0;
         fn round(x: float32x4_t) -> float32x4_t = vrndnq_f32(x);
-    }
-    #[inline(always)]
-    unsafe fn load_f16(self, p: *const u16) -> float32x4_t {
-        let wide;
-        // The intrinsics for half precision are stable only since Rust 1.94.
-        unsafe {
-            asm!("fcvtl {:v}.4s, {:v}.4h", lateout(vreg) wide, in(vreg) vld1_u16(p), options(pure, nomem, nostack, preserves_flags));
-        }
-        wide
-    }
-    #[inline(always)]
-    unsafe fn load_i8(self, p: *const i8) -> float32x4_t {
-        unsafe {
-            let bytes = vcreate_s8(u64::from(p.cast::<u32>().read_unaligned()));
-            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
-        }
-    }
-    #[inline(always)]
-    fn power_of_two(self, n: float32x4_t) -> float32x4_t {
-        unsafe {
+        fn power_of_two(n: float32x4_t) -> float32x4_t = {
             let exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
             vreinterpretq_f32_s32(vshlq_n_s32::<23>(exponent))
-        }
+        };
     }
 }
 
@@ -83,6 +74,20 @@ impl Int8 for Neon {
         unsafe fn bytes(p: *const u8) -> int32x4_t = vreinterpretq_s32_u8(vld1q_u8(p));
         unsafe fn words(p: *const u8) -> int32x4_t = vreinterpretq_s32_u8(vld1q_u8(p));
         unsafe fn store_words(p: *mut u32, x: int32x4_t) = vst1q_u32(p, vreinterpretq_u32_s32(x));
+        unsafe fn nibbles(p: *const u8, half: usize) -> int32x4_t = {
+            let w = vld1q_u8(p);
+            vreinterpretq_s32_u8(if half == 0 { vandq_u8(w, vdupq_n_u8(15)) } else { vshrq_n_u8::<4>(w) })
+        };
+        unsafe fn gather(table: *const u32, index: int32x4_t) -> int32x4_t = {
+            let mut indexes = [0_u32; 4];
+            vst1q_u32(indexes.as_mut_ptr(), vreinterpretq_u32_s32(index));
+            vreinterpretq_s32_u32(vld1q_u32(indexes.map(|index| *table.add(index as usize)).as_ptr()))
+        };
+        unsafe fn store_bytes(p: *mut i8, x: float32x4_t) = {
+            let halves = vqmovn_s32(vcvtnq_s32_f32(x));
+            let bytes = vqmovn_s16(vcombine_s16(halves, halves));
+            p.cast::<i32>().write_unaligned(vget_lane_s32::<0>(vreinterpret_s32_s8(bytes)));
+        };
     }
     instructions! {
         fn splat_i32(x: i32) -> int32x4_t = vdupq_n_s32(x);
@@ -90,75 +95,31 @@ impl Int8 for Neon {
         fn to_integers(x: float32x4_t) -> int32x4_t = vcvtnq_s32_f32(x);
         fn or(a: int32x4_t, b: int32x4_t) -> int32x4_t = vorrq_s32(a, b);
         fn with_bits(x: int32x4_t, bits: i32) -> float32x4_t = vreinterpretq_f32_s32(vorrq_s32(x, vdupq_n_s32(bits)));
-    }
-    #[inline(always)]
-    unsafe fn nibbles(self, p: *const u8, half: usize) -> int32x4_t {
-        unsafe {
-            let w = vld1q_u8(p);
-            vreinterpretq_s32_u8(if half == 0 { vandq_u8(w, vdupq_n_u8(15)) } else { vshrq_n_u8::<4>(w) })
-        }
-    }
-    #[inline(always)]
-    fn dot8(self, sum: int32x4_t, w: int32x4_t, x: int32x4_t) -> int32x4_t {
-        unsafe {
+        fn dot8(sum: int32x4_t, w: int32x4_t, x: int32x4_t) -> int32x4_t = {
             let (w, x) = (vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
             let low = vmull_s8(vget_low_s8(w), vget_low_s8(x));
             // 16 bits can hold the sum of two products of -128 and 127.
             vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(w, x)))
-        }
-    }
-    #[inline(always)]
-    fn dot4(self, sum: int32x4_t, w: int32x4_t, x: int32x4_t) -> int32x4_t {
-        self.dot8(sum, w, x)
-    }
-    #[inline(always)]
-    fn total4(self, sum: int32x4_t) -> int32x4_t {
-        sum
-    }
-    #[inline(always)]
-    unsafe fn gather(self, table: *const u32, index: int32x4_t) -> int32x4_t {
-        let mut indexes = [0_u32; 4];
-        unsafe {
-            vst1q_u32(indexes.as_mut_ptr(), vreinterpretq_u32_s32(index));
-            vreinterpretq_s32_u32(vld1q_u32(indexes.map(|index| *table.add(index as usize)).as_ptr()))
-        }
-    }
-    #[inline(always)]
-    fn sign_bytes(self, x: int32x4_t, signs: int32x4_t, shift: i32, offset: int32x4_t) -> int32x4_t {
-        // The product has bit i at bit 8 i.
-        unsafe {
+        };
+        fn sign_bytes(x: int32x4_t, signs: int32x4_t, shift: i32, offset: int32x4_t) -> int32x4_t = {
+            // The product has bit i at bit 8 i.
             let signs = vandq_u32(vshlq_u32(vreinterpretq_u32_s32(signs), vdupq_n_s32(-shift)), vdupq_n_u32(15));
             let ones = vandq_u32(vmulq_n_u32(signs, 0x0020_4081), vdupq_n_u32(0x0101_0101));
             let negative = vmulq_n_u32(ones, 255);
             let signed = vaddq_u8(vreinterpretq_u8_u32(veorq_u32(vreinterpretq_u32_s32(x), negative)), vreinterpretq_u8_u32(ones));
             vreinterpretq_s32_u8(vaddq_u8(signed, vreinterpretq_u8_s32(offset)))
-        }
-    }
-    #[inline(always)]
-    fn field(self, x: int32x4_t, shift: i32, mask: i32) -> int32x4_t {
-        unsafe {
+        };
+        fn field(x: int32x4_t, shift: i32, mask: i32) -> int32x4_t = {
             let shifted = vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-shift));
             vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(mask as u32)))
-        }
-    }
-    #[inline(always)]
-    fn table(self, values: &[f32; 16]) -> [f32; 16] {
-        *values
-    }
-    #[inline(always)]
-    fn lookup(self, x: int32x4_t, shift: i32, table: [f32; 16]) -> float32x4_t {
-        let mut words = [0_u32; 4];
-        unsafe {
+        };
+        fn lookup(x: int32x4_t, shift: i32, table: [f32; 16]) -> float32x4_t = {
+            let mut words = [0_u32; 4];
             vst1q_u32(words.as_mut_ptr(), vreinterpretq_u32_s32(x));
             vld1q_f32(words.map(|word| table[(word >> shift & 15) as usize]).as_ptr())
-        }
+        };
     }
-    #[inline(always)]
-    unsafe fn store_bytes(self, p: *mut i8, x: float32x4_t) {
-        unsafe {
-            let halves = vqmovn_s32(vcvtnq_s32_f32(x));
-            let bytes = vqmovn_s16(vcombine_s16(halves, halves));
-            p.cast::<i32>().write_unaligned(vget_lane_s32::<0>(vreinterpret_s32_s8(bytes)));
-        }
+    functions! {
+        fn table(values: &[f32; 16]) -> [f32; 16] = *values;
     }
 }

@@ -25,78 +25,28 @@ impl Simd for Portable {
 
     type F = [f32; 8];
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> [f32; 8] {
-        [x; 8]
+    functions! {
+        fn splat(x: f32) -> [f32; 8] = [x; 8];
+        /// Multiplies and adds with two roundings. Without a processor instruction, a fused multiply-add is a slow function call.
+        fn fma(a: [f32; 8], b: [f32; 8], c: [f32; 8]) -> [f32; 8] = std::array::from_fn(|i| a[i] * b[i] + c[i]);
+        fn add(a: [f32; 8], b: [f32; 8]) -> [f32; 8] = each(a, b, |a, b| a + b);
+        fn sub(a: [f32; 8], b: [f32; 8]) -> [f32; 8] = each(a, b, |a, b| a - b);
+        fn mul(a: [f32; 8], b: [f32; 8]) -> [f32; 8] = each(a, b, |a, b| a * b);
+        fn div(a: [f32; 8], b: [f32; 8]) -> [f32; 8] = each(a, b, |a, b| a / b);
+        fn max(a: [f32; 8], b: [f32; 8]) -> [f32; 8] = each(a, b, |a, b| if a > b { a } else { b });
+        fn min(a: [f32; 8], b: [f32; 8]) -> [f32; 8] = each(a, b, |a, b| if a < b { a } else { b });
+        fn sum(x: [f32; 8]) -> f32 = ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+        fn largest(x: [f32; 8]) -> f32 = x.into_iter().fold(f32::NEG_INFINITY, f32::max);
+        fn any_above(a: [f32; 8], b: [f32; 8]) -> bool = a.into_iter().zip(b).any(|(a, b)| a > b);
+        fn round(x: [f32; 8]) -> [f32; 8] = x.map(f32::round_ties_even);
+        fn power_of_two(n: [f32; 8]) -> [f32; 8] = n.map(|n| f32::from_bits(((n as i32 + 127) as u32) << 23));
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> [f32; 8] {
-        unsafe { p.cast::<[f32; 8]>().read_unaligned() }
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: [f32; 8]) {
-        unsafe { p.cast::<[f32; 8]>().write_unaligned(x) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(self, p: *const u16) -> [f32; 8] {
-        unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(half::to_f32)
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(self, p: *const u16) -> [f32; 8] {
-        unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(|x| f32::from_bits(u32::from(x) << 16))
-    }
-    #[inline(always)]
-    unsafe fn load_i8(self, p: *const i8) -> [f32; 8] {
-        unsafe { p.cast::<[i8; 8]>().read_unaligned() }.map(f32::from)
-    }
-    /// Multiplies and adds with two roundings. Without a processor instruction, a fused multiply-add is a slow function call.
-    #[inline(always)]
-    fn fma(self, a: [f32; 8], b: [f32; 8], c: [f32; 8]) -> [f32; 8] {
-        std::array::from_fn(|i| a[i] * b[i] + c[i])
-    }
-    #[inline(always)]
-    fn add(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
-        each(a, b, |a, b| a + b)
-    }
-    #[inline(always)]
-    fn sub(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
-        each(a, b, |a, b| a - b)
-    }
-    #[inline(always)]
-    fn mul(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
-        each(a, b, |a, b| a * b)
-    }
-    #[inline(always)]
-    fn div(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
-        each(a, b, |a, b| a / b)
-    }
-    #[inline(always)]
-    fn max(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
-        each(a, b, |a, b| if a > b { a } else { b })
-    }
-    #[inline(always)]
-    fn min(self, a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
-        each(a, b, |a, b| if a < b { a } else { b })
-    }
-    #[inline(always)]
-    fn sum(self, x: [f32; 8]) -> f32 {
-        ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
-    }
-    #[inline(always)]
-    fn largest(self, x: [f32; 8]) -> f32 {
-        x.into_iter().fold(f32::NEG_INFINITY, f32::max)
-    }
-    #[inline(always)]
-    fn any_above(self, a: [f32; 8], b: [f32; 8]) -> bool {
-        a.into_iter().zip(b).any(|(a, b)| a > b)
-    }
-    #[inline(always)]
-    fn round(self, x: [f32; 8]) -> [f32; 8] {
-        x.map(f32::round_ties_even)
-    }
-    #[inline(always)]
-    fn power_of_two(self, n: [f32; 8]) -> [f32; 8] {
-        n.map(|n| f32::from_bits(((n as i32 + 127) as u32) << 23))
+    instructions! {
+        unsafe fn load(p: *const f32) -> [f32; 8] = p.cast::<[f32; 8]>().read_unaligned();
+        unsafe fn store(p: *mut f32, x: [f32; 8]) = p.cast::<[f32; 8]>().write_unaligned(x);
+        unsafe fn load_f16(p: *const u16) -> [f32; 8] = p.cast::<[u16; 8]>().read_unaligned().map(half::to_f32);
+        unsafe fn load_bf16(p: *const u16) -> [f32; 8] = p.cast::<[u16; 8]>().read_unaligned().map(|x| f32::from_bits(u32::from(x) << 16));
+        unsafe fn load_i8(p: *const i8) -> [f32; 8] = p.cast::<[i8; 8]>().read_unaligned().map(f32::from);
     }
 }
 
@@ -110,101 +60,48 @@ impl Int8 for Portable {
     const OFFSET: i32 = 0;
     const DIGITS: bool = cfg!(test);
 
-    #[inline(always)]
-    fn splat_i32(self, x: i32) -> [i32; 8] {
-        [x; 8]
+    functions! {
+        fn splat_i32(x: i32) -> [i32; 8] = [x; 8];
+        fn dot8(sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] = {
+            let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as i8) * i32::from((x >> (8 * byte)) as i8);
+            std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
+        };
+        fn to_f32(x: [i32; 8]) -> [f32; 8] = x.map(|x| x as f32);
+        fn to_integers(x: [f32; 8]) -> [i32; 8] = x.map(|x| x.round_ties_even() as i32);
+        fn sign_bytes(x: [i32; 8], signs: [i32; 8], shift: i32, offset: [i32; 8]) -> [i32; 8] =
+            std::array::from_fn(|i| signed_bytes(x[i] as u32, signs[i] as u32 >> shift, offset[i] as u32) as i32);
+        fn field(x: [i32; 8], shift: i32, mask: i32) -> [i32; 8] =
+            x.map(|x| (if shift < 0 { x << -shift } else { (x as u32 >> shift) as i32 }) & mask);
+        fn or(a: [i32; 8], b: [i32; 8]) -> [i32; 8] = std::array::from_fn(|i| a[i] | b[i]);
+        fn with_bits(x: [i32; 8], bits: i32) -> [f32; 8] = x.map(|x| f32::from_bits((x | bits) as u32));
+        fn table(values: &[f32; 16]) -> [f32; 16] = *values;
+        fn lookup(x: [i32; 8], shift: i32, table: [f32; 16]) -> [f32; 8] = x.map(|x| table[(x as u32 >> shift & 15) as usize]);
+        fn dot_digits(sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] = {
+            let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as u8) * i32::from((x >> (8 * byte)) as i8);
+            std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
+        };
+        fn lookup_halves(x: [i32; 8], shift: i32, values: &[u16; 64], wide: bool) -> [f32; 8] = {
+            let value = |half: i32| u32::from(values[(half >> shift) as usize & if wide { 63 } else { 31 }]);
+            x.map(|x| f32::from_bits(value(x & 0xffff) | value((x >> 16) & 0xffff) << 16))
+        };
+        fn pick_bf16(x: [i32; 8], shift: i32, table: [[f32; 8]; 2]) -> [f32; 8] = {
+            let bits = |index: i32| table.as_flattened()[(index & 15) as usize].to_bits();
+            x.map(|x| f32::from_bits(bits(x >> shift) >> 16 | bits(x >> (16 + shift)) & 0xffff_0000))
+        };
+        fn round_upper_halves(x: [f32; 8]) -> [f32; 8] = x.map(|x| f32::from_bits(x.to_bits().wrapping_add(0x8000)));
+        fn lookup_bytes(x: [i32; 8], table: &[u8; 16]) -> [i32; 8] =
+            x.map(|x| i32::from_ne_bytes(x.to_ne_bytes().map(|code| table[usize::from(code)])));
     }
-    #[inline(always)]
-    unsafe fn bytes(self, p: *const u8) -> [i32; 8] {
-        unsafe { p.cast::<[[u8; 4]; 8]>().read_unaligned() }.map(i32::from_ne_bytes)
+    instructions! {
+        unsafe fn bytes(p: *const u8) -> [i32; 8] = p.cast::<[[u8; 4]; 8]>().read_unaligned().map(i32::from_ne_bytes);
+        unsafe fn words(p: *const u8) -> [i32; 8] = p.cast::<[i32; 8]>().read_unaligned();
+        unsafe fn store_words(p: *mut u32, x: [i32; 8]) = p.cast::<[i32; 8]>().write_unaligned(x);
+        unsafe fn gather(table: *const u32, index: [i32; 8]) -> [i32; 8] = index.map(|index| *table.add(index as usize) as i32);
+        unsafe fn store_bytes(p: *mut i8, x: [f32; 8]) = p.cast::<[i8; 8]>().write_unaligned(x.map(|x| x.round_ties_even() as i8));
     }
     #[inline(always)]
     unsafe fn nibbles(self, p: *const u8, half: usize) -> [i32; 8] {
         unsafe { self.bytes(p) }.map(|x| (x >> (4 * half)) & 0x0f0f_0f0f)
-    }
-    #[inline(always)]
-    fn dot8(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
-        let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as i8) * i32::from((x >> (8 * byte)) as i8);
-        std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
-    }
-    #[inline(always)]
-    fn dot4(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
-        self.dot8(sum, w, x)
-    }
-    #[inline(always)]
-    fn total4(self, sum: [i32; 8]) -> [i32; 8] {
-        sum
-    }
-    #[inline(always)]
-    fn to_f32(self, x: [i32; 8]) -> [f32; 8] {
-        x.map(|x| x as f32)
-    }
-    #[inline(always)]
-    fn to_integers(self, x: [f32; 8]) -> [i32; 8] {
-        x.map(|x| x.round_ties_even() as i32)
-    }
-    #[inline(always)]
-    unsafe fn words(self, p: *const u8) -> [i32; 8] {
-        unsafe { p.cast::<[i32; 8]>().read_unaligned() }
-    }
-    #[inline(always)]
-    unsafe fn store_words(self, p: *mut u32, x: [i32; 8]) {
-        unsafe { p.cast::<[i32; 8]>().write_unaligned(x) }
-    }
-    #[inline(always)]
-    unsafe fn gather(self, table: *const u32, index: [i32; 8]) -> [i32; 8] {
-        index.map(|index| unsafe { *table.add(index as usize) } as i32)
-    }
-    #[inline(always)]
-    fn sign_bytes(self, x: [i32; 8], signs: [i32; 8], shift: i32, offset: [i32; 8]) -> [i32; 8] {
-        std::array::from_fn(|i| signed_bytes(x[i] as u32, signs[i] as u32 >> shift, offset[i] as u32) as i32)
-    }
-    #[inline(always)]
-    fn field(self, x: [i32; 8], shift: i32, mask: i32) -> [i32; 8] {
-        x.map(|x| (if shift < 0 { x << -shift } else { (x as u32 >> shift) as i32 }) & mask)
-    }
-    #[inline(always)]
-    fn or(self, a: [i32; 8], b: [i32; 8]) -> [i32; 8] {
-        std::array::from_fn(|i| a[i] | b[i])
-    }
-    #[inline(always)]
-    fn with_bits(self, x: [i32; 8], bits: i32) -> [f32; 8] {
-        x.map(|x| f32::from_bits((x | bits) as u32))
-    }
-    #[inline(always)]
-    fn table(self, values: &[f32; 16]) -> [f32; 16] {
-        *values
-    }
-    #[inline(always)]
-    fn lookup(self, x: [i32; 8], shift: i32, table: [f32; 16]) -> [f32; 8] {
-        x.map(|x| table[(x as u32 >> shift & 15) as usize])
-    }
-    #[inline(always)]
-    unsafe fn store_bytes(self, p: *mut i8, x: [f32; 8]) {
-        unsafe { p.cast::<[i8; 8]>().write_unaligned(x.map(|x| x.round_ties_even() as i8)) }
-    }
-    #[inline(always)]
-    fn dot_digits(self, sum: [i32; 8], w: [i32; 8], x: [i32; 8]) -> [i32; 8] {
-        let product = |w: i32, x: i32, byte: usize| i32::from((w >> (8 * byte)) as u8) * i32::from((x >> (8 * byte)) as i8);
-        std::array::from_fn(|i| sum[i] + (0..4).map(|byte| product(w[i], x[i], byte)).sum::<i32>())
-    }
-    #[inline(always)]
-    fn lookup_halves(self, x: [i32; 8], shift: i32, values: &[u16; 64], wide: bool) -> [f32; 8] {
-        let value = |half: i32| u32::from(values[(half >> shift) as usize & if wide { 63 } else { 31 }]);
-        x.map(|x| f32::from_bits(value(x & 0xffff) | value((x >> 16) & 0xffff) << 16))
-    }
-    #[inline(always)]
-    fn pick_bf16(self, x: [i32; 8], shift: i32, table: [[f32; 8]; 2]) -> [f32; 8] {
-        let bits = |index: i32| table.as_flattened()[(index & 15) as usize].to_bits();
-        x.map(|x| f32::from_bits(bits(x >> shift) >> 16 | bits(x >> (16 + shift)) & 0xffff_0000))
-    }
-    #[inline(always)]
-    fn round_upper_halves(self, x: [f32; 8]) -> [f32; 8] {
-        x.map(|x| f32::from_bits(x.to_bits().wrapping_add(0x8000)))
-    }
-    #[inline(always)]
-    fn lookup_bytes(self, x: [i32; 8], table: &[u8; 16]) -> [i32; 8] {
-        x.map(|x| i32::from_ne_bytes(x.to_ne_bytes().map(|code| table[usize::from(code)])))
     }
 }
 
