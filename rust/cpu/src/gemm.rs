@@ -25,6 +25,13 @@ pub(crate) trait Gemm: Copy {
     /// No other thread packs or reads the tile's rows meanwhile.
     unsafe fn pack(self, isa: Isa, tile: Range<usize>, row: usize, numbers: &[f32]);
 
+    /// Puts a tile, whose rows of `ins` numbers are all packed, in the order of the products, if that is another one.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::pack`].
+    unsafe fn seal(self, _isa: Isa, _tile: &Range<usize>, _ins: usize) {}
+
     /// Multiplies tiles by panels. Writes the result to `sums`, \[panels\]\[rows\]\[columns of a panel\].
     ///
     /// # Safety

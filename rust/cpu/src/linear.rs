@@ -128,6 +128,21 @@ impl Rows {
     }
 }
 
+/// Calls a method of the rows for the arithmetic of a store.
+macro_rules! by_store {
+    ($rows:expr, $store:expr, $weights:pat => $method:ident($($argument:expr),*)) => {
+        match $store {
+            Store::Float($weights) => $rows.floats.$method($($argument),*),
+            Store::Pieces($weights) => $rows.pieces.$method($($argument),*),
+            Store::TwoPieces($weights) => $rows.two_pieces.$method($($argument),*),
+            Store::Rounded($weights) => $rows.rounded.$method($($argument),*),
+            Store::Digits($weights) => $rows.digits.$method($($argument),*),
+            Store::TwoDigits($weights) => $rows.two_digits.$method($($argument),*),
+            Store::Int8($weights) => $rows.quant.$method($($argument),*),
+        }
+    };
+}
+
 impl<'a> Packed<'a> {
     /// The same rows. `multiply` adds the updates `deltas` to their products.
     pub(crate) fn with(self, deltas: Option<Deltas<'a>>) -> Self {
@@ -167,41 +182,14 @@ impl<'a> Packed<'a> {
                 fill(m, row);
                 for store in stores() {
                     // SAFETY: one index of the loop writes each tile.
-                    unsafe { self.pack_row(isa, store, tile.clone(), m, row) };
+                    unsafe { by_store!(self, store, _ => pack(isa, tile.clone(), m, row)) };
                 }
             }
             for store in stores() {
                 // SAFETY: as above.
-                unsafe {
-                    match store {
-                        Store::Pieces(_) => self.pieces.seal(isa, &tile, ins),
-                        Store::TwoPieces(_) => self.two_pieces.seal(isa, &tile, ins),
-                        Store::Rounded(_) => self.rounded.seal(isa, &tile, ins),
-                        Store::Float(_) | Store::Digits(_) | Store::TwoDigits(_) | Store::Int8(_) => {}
-                    }
-                }
+                unsafe { by_store!(self, store, _ => seal(isa, &tile, ins)) };
             }
         });
-    }
-
-    /// Packs a row of a tile for the arithmetic of `store`.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Gemm::pack`].
-    unsafe fn pack_row(self, isa: Isa, store: &Store, tile: Range<usize>, m: usize, row: &[f32]) {
-        // SAFETY: the caller guarantees it.
-        unsafe {
-            match store {
-                Store::Float(_) => self.floats.pack(isa, tile, m, row),
-                Store::Pieces(_) => self.pieces.pack(isa, tile, m, row),
-                Store::TwoPieces(_) => self.two_pieces.pack(isa, tile, m, row),
-                Store::Rounded(_) => self.rounded.pack(isa, tile, m, row),
-                Store::Digits(_) => self.digits.pack(isa, tile, m, row),
-                Store::TwoDigits(_) => self.two_digits.pack(isa, tile, m, row),
-                Store::Int8(_) => self.quant.pack(isa, tile, m, row),
-            }
-        }
     }
 
     /// Multiplies the packed rows by the layer's weights, adds its bias, and applies `epilogue` to the results. Row m goes to
@@ -269,17 +257,7 @@ impl<'a> Packed<'a> {
     /// Sums some panels of a tensor for some tiles. Writes the result to `sums`, \[panels\]\[rows\]\[columns of a panel\].
     fn sum(self, isa: Isa, part: &Part, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], scratch: &mut gemm::Scratch) {
         // SAFETY: an earlier phase packed these rows, and no thread writes them now.
-        unsafe {
-            match &part.store {
-                Store::Float(weights) => self.floats.multiply(isa, weights, panels, tiles, sums, scratch),
-                Store::Pieces(weights) => self.pieces.multiply(isa, weights, panels, tiles, sums, scratch),
-                Store::TwoPieces(weights) => self.two_pieces.multiply(isa, weights, panels, tiles, sums, scratch),
-                Store::Rounded(weights) => self.rounded.multiply(isa, weights, panels, tiles, sums, scratch),
-                Store::Digits(weights) => self.digits.multiply(isa, weights, panels, tiles, sums, scratch),
-                Store::TwoDigits(weights) => self.two_digits.multiply(isa, weights, panels, tiles, sums, scratch),
-                Store::Int8(weights) => self.quant.multiply(isa, weights, panels, tiles, sums, scratch),
-            }
-        }
+        unsafe { by_store!(self, &part.store, weights => multiply(isa, weights, panels, tiles, sums, scratch)) }
     }
 }
 

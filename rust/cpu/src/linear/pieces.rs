@@ -44,21 +44,6 @@ impl<const P: usize> PieceRows<P> {
 }
 
 impl<const P: usize> SharedPieces<'_, P> {
-    /// Puts the pairs of a tile in the order of the products, after all of its rows are packed.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Gemm::pack`].
-    pub(crate) unsafe fn seal(self, isa: Isa, tile: &Range<usize>, ins: usize) {
-        if tile.len() == 1 {
-            return;
-        }
-        let size = ins / BLOCK * P * PAIRS;
-        // SAFETY: the caller guarantees it.
-        let pairs = unsafe { self.0.write(tile.start * size, tile.len() * size) };
-        isa.run(Seal { pairs, height: tile.len() });
-    }
-
     /// Multiplies one or two tiles by a panel, a block at a time. Writes the sums to `scratch`.
     ///
     /// # Safety
@@ -87,6 +72,16 @@ impl<const P: usize> Gemm for SharedPieces<'_, P> {
         // SAFETY: the caller guarantees it.
         let to = unsafe { self.0.write(tile.start * size, tile.len() * size) };
         isa.run_bf16(Pack::<P> { numbers, row: row - tile.start, height: tile.len(), to });
+    }
+
+    unsafe fn seal(self, isa: Isa, tile: &Range<usize>, ins: usize) {
+        if tile.len() == 1 {
+            return;
+        }
+        let size = ins / BLOCK * P * PAIRS;
+        // SAFETY: the caller guarantees it.
+        let pairs = unsafe { self.0.write(tile.start * size, tile.len() * size) };
+        isa.run(Seal { pairs, height: tile.len() });
     }
 
     unsafe fn multiply(self, isa: Isa, weights: &TilePanels, panels: Range<usize>, tiles: &Tiles, sums: &mut [f32], scratch: &mut Scratch) {
