@@ -34,7 +34,6 @@ impl StepBuffers {
     #[new]
     #[pyo3(signature = (*, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, sample_at, sample_slots, copies, block_tables,
         table_writes = None, state_slots = None, state_copies = None, state_saves = None))]
-    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         input_ids: PyBuffer<i32>,

@@ -1,7 +1,5 @@
 //! The memory of sequences between steps: keys and values in blocks, and recurrent states in slots.
 
-#![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
-
 use std::sync::Mutex;
 
 use chairlift_cpu as cpu;

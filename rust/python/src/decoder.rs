@@ -1,7 +1,5 @@
 //! The CPU model: makes decoders of blocks, runs steps and returns logits. The GIL is released for all work except copies of arrays.
 
-#![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
-
 use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
@@ -88,7 +86,6 @@ impl DecoderBlock {
         *, norm, qkv_proj, kv, o_proj, scale, gated=false, temperature=None, qk_norm=None, value_norm=None, rope=None, softcap=None,
         window=None, sinks=None, post_norm=None, residual_scale=1.0
     ))]
-    #[allow(clippy::too_many_arguments)]
     fn attention(
         py: Python<'_>,
         norm: PyBuffer<f32>,
@@ -122,7 +119,6 @@ impl DecoderBlock {
     #[pyo3(signature = (
         *, norm, in_proj, latent_norm, key_up, value_up, kv, o_proj, rope, adjacent, scale, eps, query_norm=None, query_up=None
     ))]
-    #[allow(clippy::too_many_arguments)]
     fn latent_attention(
         py: Python<'_>,
         norm: PyBuffer<f32>,
@@ -158,7 +154,6 @@ impl DecoderBlock {
 
     #[staticmethod]
     #[pyo3(signature = (*, norm, in_proj, taps, out_proj, layer, bias=None, heads=None, residual_scale=1.0))]
-    #[allow(clippy::too_many_arguments)]
     fn recurrent(
         py: Python<'_>,
         norm: PyBuffer<f32>,
@@ -182,7 +177,6 @@ impl DecoderBlock {
 
     #[staticmethod]
     #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", post_norm=None, residual_scale=1.0, stream_scale=1.0))]
-    #[allow(clippy::too_many_arguments)]
     fn mlp(
         py: Python<'_>,
         norm: PyBuffer<f32>,
@@ -218,7 +212,6 @@ impl DecoderBlock {
         *, norm, router, gate_up_proj, down_proj, scores, used, activation="silu", clamp=None, bias=None, groups=None, normalised=None,
         scale=1.0, expert_scales=None, shared=None, shared_gate=false, norms=None, post_norm=None, residual_scale=1.0, stream_scale=1.0
     ))]
-    #[allow(clippy::too_many_arguments)]
     fn mixture(
         py: Python<'_>,
         norm: PyBuffer<f32>,
@@ -281,7 +274,6 @@ pub(crate) struct RecurrentHeads(Mutex<Option<cpu::Heads>>);
 impl RecurrentHeads {
     #[new]
     #[pyo3(signature = (*, count, groups, key_size, value_size, rates, step_bias, norm, norm_group, tiled=false, skip=None, steps=None))]
-    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         count: usize,
@@ -333,7 +325,6 @@ impl Decoder {
         blocks, *, norm, head, embedding=None, layer_embeddings=None, hidden_size, num_heads, kv_heads, rms_norm_eps, ropes, threads,
         embedding_scale=1.0, final_softcap=None
     ))]
-    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         blocks: Vec<PyRef<'_, DecoderBlock>>,
@@ -385,7 +376,6 @@ impl Decoder {
         cache, *, input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots, block_tables, adapters=None, states=None,
         state_slots=None, state_saves=None
     ))]
-    #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
         py: Python<'_>,

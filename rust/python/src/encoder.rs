@@ -1,7 +1,5 @@
 //! The CPU encoder: loads weights and embeds texts. The GIL is released for all work except copies of arrays.
 
-#![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
-
 use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
@@ -99,7 +97,6 @@ impl Encoder {
         blocks, *, tokens, positions, types, embedding_norm, final_norm, pooling, dense, normalized, hidden_size, num_heads, num_kv_heads,
         head_dim, norm_eps, embedding_scale, attention_scale, causal, distances, ropes, longest, threads
     ))]
-    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         blocks: Vec<PyRef<'_, EncoderBlock>>,

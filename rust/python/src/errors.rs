@@ -34,7 +34,6 @@ pub(crate) fn taken(what: &str) -> PyErr {
 }
 
 /// A `ValueError` with the message of an error.
-#[allow(clippy::needless_pass_by_value)] // the signature that `map_err` needs
 pub(crate) fn invalid(error: impl ToString) -> PyErr {
     PyValueError::new_err(error.to_string())
 }

@@ -30,7 +30,6 @@ impl GrammarVocabulary {
     /// `file` is a tokenizer.json. Raises `ValueError` if it cannot be used, or if an end is not in the vocabulary.
     #[new]
     #[pyo3(signature = (file, *, size, ends))]
-    #[allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
     fn new(py: Python<'_>, file: PyBackedBytes, size: usize, ends: Vec<u32>) -> PyResult<Self> {
         py.detach(|| {
             let mut tokenizer = ByteTokenizer::from_json_bytes(&file).map_err(invalid)?;
@@ -154,7 +153,6 @@ impl GrammarMatcher {
     }
 
     /// Whether these tokens may come next, one after the other.
-    #[allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
     fn allows(&self, py: Python<'_>, tokens: Vec<u32>) -> bool {
         py.detach(|| lock(&self.matcher).validate_tokens(&tokens).is_ok_and(|allowed| allowed == tokens.len()))
     }

@@ -1,6 +1,8 @@
 //! `chairlift._core`: the scheduler, the simulator and the CPU model for Python. The crate only converts values and
 //! locks mutexes. Numbers cross in flat arrays, once per step.
 
+#![allow(clippy::needless_pass_by_value, clippy::too_many_arguments, reason = "Python passes objects of their own, and many keywords")]
+
 mod arbiter;
 mod buffers;
 mod caches;

@@ -1,7 +1,5 @@
 //! Linear layers and `LoRA` adapters: packs tensors in memory or in files. The GIL is released while they are packed.
 
-#![allow(clippy::needless_pass_by_value, reason = "arguments are made of Python's objects for each call")]
-
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -36,7 +34,6 @@ pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
 impl Linear {
     #[new]
     #[pyo3(signature = (tensors, ins, dtype, *, threads, bias=None, gated=false, isa="auto"))]
-    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         tensors: Vec<Vec<TensorArgs<'_>>>,

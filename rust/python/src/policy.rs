@@ -129,7 +129,6 @@ pub(crate) fn added_policy(name: &str) -> Option<&'static dyn Policy> {
 
 /// Lets simulations use a `chairlift.Policy` by its name. One that was added under the name before is replaced.
 #[pyfunction]
-#[allow(clippy::needless_pass_by_value)] // a type that Python passes
 pub(crate) fn add_policy(py: Python<'_>, policy: Py<PyAny>) -> PyResult<()> {
     let object = policy.bind(py);
     let text = |name: &str| object.getattr(name)?.extract::<String>();

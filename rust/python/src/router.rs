@@ -63,7 +63,6 @@ impl Router {
 
     /// Returns the index of the chosen engine, the prompt's tokens that it is expected to have, and the request's number.
     #[pyo3(signature = (engines, prompt, salt, session = None, group = ""))]
-    #[allow(clippy::needless_pass_by_value)] // types that Python passes
     fn choose(
         &self,
         engines: Vec<Engine>,

@@ -114,7 +114,6 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (*, journal = false, hash_key = 0, draft_tokens = 0, draft_corpus_tokens = 0, end_tokens = Vec::new(),
         tenant_weights = HashMap::new(), tier_weights = HashMap::new(), **settings))]
-    #[allow(clippy::too_many_arguments)] // keyword arguments in Python
     fn new(
         py: Python<'_>,
         journal: bool,
@@ -137,7 +136,6 @@ impl Scheduler {
     }
 
     /// The numbers of the request's answers that were added, each with its sequence.
-    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     #[pyo3(signature = (request, now, salt = b"".as_slice(), preparation = None))]
     fn add(&self, request: EngineRequest, now: core::Time, salt: &[u8], preparation: Option<&str>) -> PyResult<Vec<(u32, u64)>> {
         let (spent, preparation) = (request.spent()?, preparation.map(preparation_of).transpose()?);
@@ -179,7 +177,6 @@ impl Scheduler {
         Ok(())
     }
 
-    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     fn note_session(&self, tenant: &str, session: String, event: &str, now: core::Time) -> PyResult<bool> {
         let event = core::SessionEvent::from_name(event).ok_or_else(|| PyValueError::new_err("expected awaits_user or ended"))?;
         Ok(self.lock()?.core.note_session(tenant, &session.into(), event, now))
@@ -199,14 +196,12 @@ impl Scheduler {
         Ok(())
     }
 
-    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     #[pyo3(signature = (tokens, group = ""))]
     fn cached_blocks(&self, py: Python<'_>, tokens: PyBuffer<i32>, group: &str) -> PyResult<usize> {
         let tokens = unsigned(py, &tokens)?;
         Ok(self.lock()?.core.cached_blocks(group, &tokens))
     }
 
-    #[allow(clippy::needless_pass_by_value)] // a type that Python passes
     #[pyo3(signature = (tokens, now, group = ""))]
     fn restore(&self, py: Python<'_>, tokens: PyBuffer<i32>, now: core::Time, group: &str) -> PyResult<(usize, Vec<u32>, Option<u32>)> {
         let tokens = unsigned(py, &tokens)?;
@@ -342,7 +337,6 @@ impl Scheduler {
         }))
     }
 
-    #[allow(clippy::needless_pass_by_value)] // types that Python passes
     fn commit(&self, py: Python<'_>, plan: &StepPlan, sampled: PyBuffer<i32>, now: core::Time) -> PyResult<Outputs> {
         let have = sampled.item_count();
         if have < plan.num_samples {
@@ -367,7 +361,6 @@ impl Scheduler {
         })
     }
 
-    #[allow(clippy::needless_pass_by_value)] // types that Python passes
     fn may_end(&self, py: Python<'_>, plan: &StepPlan, sampled: PyBuffer<i32>) -> PyResult<bool> {
         let sampled = sampled.to_vec(py)?;
         if sampled.len() < plan.num_samples {

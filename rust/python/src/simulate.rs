@@ -21,7 +21,6 @@ pub(crate) type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
 /// Runs requests through `replicas` schedulers in virtual time.
 #[pyfunction]
 #[pyo3(signature = (requests, names, name_block, tenants, settings, step_time, *, drafts = None, draft_tokens = 0, replicas = 1, routing = "round-robin"))]
-#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn simulate<'py>(
     py: Python<'py>,
     requests: PyBuffer<i64>,
@@ -45,7 +44,6 @@ pub(crate) fn simulate<'py>(
 
 /// Runs requests through a scheduler for each model in virtual time, a step of one model at a time.
 #[pyfunction]
-#[allow(clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn simulate_models<'py>(
     py: Python<'py>,
     requests: PyBuffer<i64>,

@@ -24,7 +24,6 @@ type Beside = (PyBuffer<i64>, PyBuffer<i64>, u32);
 #[pyfunction]
 #[pyo3(signature = (sessions, parents, turns, block, tenants, users, settings, step_time, *, replicas = 1, routing = "round-robin",
     read_ns_per_block = 0, beside = None))]
-#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn simulate_sessions<'py>(
     py: Python<'py>,
     sessions: PyBuffer<i64>,

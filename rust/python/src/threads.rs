@@ -34,7 +34,6 @@ impl ThreadPool {
 
     /// Samples a token for each row of logits.
     #[pyo3(signature = (logits, temperature, top_k, top_p, min_p, uniforms))]
-    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
     fn choose<'py>(
         &self,
         py: Python<'py>,
@@ -68,7 +67,6 @@ impl ThreadPool {
 
     /// Scores each row of logits: see `chairlift.runner.sampling.logprobs.score`.
     #[pyo3(signature = (logits, tokens, count))]
-    #[allow(clippy::needless_pass_by_value)]
     fn score<'py>(
         &self,
         py: Python<'py>,

@@ -8,7 +8,6 @@ use pyo3::types::PyBytes;
 /// Lists the keys that each unit of decode attention reads: see `chairlift_gpu::decode_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, window = None, at_once = 2_147_483_647))]
-#[allow(clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn decode_work(
     py: Python<'_>,
     query_starts: PyBuffer<i32>,
@@ -36,7 +35,6 @@ pub(crate) fn max_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
 /// Lists the pieces of longer chunks: see `chairlift_gpu::prefill_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, tokens))]
-#[allow(clippy::needless_pass_by_value)] // types that Python passes
 pub(crate) fn prefill_work(
     py: Python<'_>,
     query_starts: PyBuffer<i32>,
