@@ -145,7 +145,7 @@ impl Scheduler {
         let mut added = Vec::new();
         inner.add(&request, first, resumed, now, &mut added).inspect_err(|_| {
             for &(_, id) in &added {
-                inner.core.abort(id, now);
+                inner.core.end(id, core::FinishReason::Abort, now);
             }
         })?;
         let Inner { core, drafter, .. } = &mut *inner;
@@ -285,15 +285,15 @@ impl Scheduler {
     }
 
     fn abort(&self, seq: u64, now: core::Time) -> PyResult<bool> {
-        Ok(self.lock()?.core.abort(core::SeqId::from_bits(seq), now))
+        Ok(self.lock()?.core.end(core::SeqId::from_bits(seq), core::FinishReason::Abort, now))
     }
 
     fn stop(&self, seq: u64, now: core::Time) -> PyResult<bool> {
-        Ok(self.lock()?.core.stop(core::SeqId::from_bits(seq), now))
+        Ok(self.lock()?.core.end(core::SeqId::from_bits(seq), core::FinishReason::Stop, now))
     }
 
     fn fail(&self, seq: u64, now: core::Time) -> PyResult<bool> {
-        Ok(self.lock()?.core.fail(core::SeqId::from_bits(seq), now))
+        Ok(self.lock()?.core.end(core::SeqId::from_bits(seq), core::FinishReason::Error, now))
     }
 
     fn expire<'py>(&self, py: Python<'py>, now: core::Time) -> PyResult<Bound<'py, PyList>> {

@@ -10,7 +10,7 @@ use crate::step_time::StepTime;
 use crate::storage::Storage;
 use crate::utilization::Sample;
 use crate::what_if::Input;
-use chairlift_core::{Config, ConfigError, EngineView, Outputs, Preparation, Request, Scheduler, StepPlan, Time, Timeline};
+use chairlift_core::{Config, ConfigError, EngineView, FinishReason, Outputs, Preparation, Request, Scheduler, StepPlan, Time, Timeline};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -193,7 +193,7 @@ impl Replica {
         while let Some(&(at, tag)) = self.cancellations.first().filter(|(at, _)| *at <= self.now) {
             self.cancellations.remove(&(at, tag));
             if let Some(live) = self.by_tag.get(&tag).and_then(|&at| self.live[at].as_ref()) {
-                self.scheduler.abort(live.id, self.now);
+                self.scheduler.end(live.id, FinishReason::Abort, self.now);
                 let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
                 self.end(timeline);
             }

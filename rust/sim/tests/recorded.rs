@@ -27,7 +27,7 @@ fn steps_are_timed_one_after_the_other_though_planned_ahead() {
     core.commit(first, &[9], at(1000), &mut outputs);
     let third = core.plan(at(1050)).unwrap();
     // The caller cancels it while its prompt is computed. It is still in that step and the next, but holds no blocks.
-    assert!(core.abort(other, at(1500)));
+    assert!(core.end(other, FinishReason::Abort, at(1500)));
     core.commit(second, &[9, 9], at(1800), &mut outputs);
     let fourth = core.plan(at(1850)).unwrap();
     core.commit(third, &[9, 9], at(2700), &mut outputs);

@@ -44,7 +44,32 @@ impl Deref for Recorder {
     }
 }
 
+/// Makes calls of the scheduler that are not recorded.
+macro_rules! unrecorded {
+    ($($visibility:vis fn $name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+        #[doc = concat!("See [`Scheduler::", stringify!($name), "`]. Not recorded, because no decision depends on it.")]
+        $visibility fn $name(&mut self, $($argument: $type),*) $(-> $result)? {
+            self.scheduler.$name($($argument),*)
+        }
+    )*};
+}
+
 impl Recorder {
+    unrecorded! {
+        pub fn cached_blocks(group: &str, tokens: &[Token]) -> usize;
+        pub fn take_given_back() -> Vec<BlockId>;
+        pub fn take_reads() -> Vec<u64>;
+        pub fn remember_users();
+        pub fn record_cache_changes();
+        pub fn take_cache_changes() -> CacheChanges;
+        pub fn take_service() -> Vec<(Arc<str>, Time)>;
+        pub fn prepared(id: SeqId, spent: &[(TimelineState, Time)]);
+        pub fn read_meter(energy: u64, now: Time);
+        pub fn snapshot(now: Time, max_waiting: usize, max_cells: usize) -> Snapshot;
+        pub(crate) fn keep_finished();
+        pub(crate) fn take_finished() -> Vec<(SeqId, Vec<Token>)>;
+    }
+
     /// Wraps a scheduler without recording.
     pub fn off(scheduler: Scheduler) -> Self {
         Self { scheduler, journal: None, filling: Vec::new() }
@@ -130,11 +155,6 @@ impl Recorder {
         }
     }
 
-    /// See [`Scheduler::cached_blocks`]. Not recorded, because no decision depends on it.
-    pub fn cached_blocks(&mut self, group: &str, tokens: &[Token]) -> usize {
-        self.scheduler.cached_blocks(group, tokens)
-    }
-
     /// See [`Scheduler::restore`].
     pub fn restore(&mut self, group: &str, tokens: &[Token], now: Time) -> Restored {
         self.record(now, |scheduler| Call::Restore(scheduler.restored_names(group, tokens).into_iter().map(BlockHash::to_bits).collect()));
@@ -181,52 +201,8 @@ impl Recorder {
         self.scheduler.close_queue(closed, now);
     }
 
-    /// See [`Scheduler::take_given_back`]. Not recorded, because no decision depends on it.
-    pub fn take_given_back(&mut self) -> Vec<BlockId> {
-        self.scheduler.take_given_back()
-    }
-
-    /// See [`Scheduler::take_reads`]. Not recorded, because no decision depends on it.
-    pub fn take_reads(&mut self) -> Vec<u64> {
-        self.scheduler.take_reads()
-    }
-
-    /// See [`Scheduler::remember_users`]. Not recorded, because no decision depends on it.
-    pub fn remember_users(&mut self) {
-        self.scheduler.remember_users();
-    }
-
-    /// See [`Scheduler::record_cache_changes`]. Not recorded, because no decision depends on it.
-    pub fn record_cache_changes(&mut self) {
-        self.scheduler.record_cache_changes();
-    }
-
-    /// See [`Scheduler::take_cache_changes`]. Not recorded, because no decision depends on it.
-    pub fn take_cache_changes(&mut self) -> CacheChanges {
-        self.scheduler.take_cache_changes()
-    }
-
-    /// See [`Scheduler::take_service`]. Not recorded, because no decision depends on it.
-    pub fn take_service(&mut self) -> Vec<(Arc<str>, Time)> {
-        self.scheduler.take_service()
-    }
-
-    /// See [`Scheduler::abort`].
-    pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
-        self.end(id, FinishReason::Abort, now)
-    }
-
-    /// See [`Scheduler::stop`].
-    pub fn stop(&mut self, id: SeqId, now: Time) -> bool {
-        self.end(id, FinishReason::Stop, now)
-    }
-
-    /// See [`Scheduler::fail`].
-    pub fn fail(&mut self, id: SeqId, now: Time) -> bool {
-        self.end(id, FinishReason::Error, now)
-    }
-
-    fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
+    /// See [`Scheduler::end`].
+    pub fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
         let Some(seq) = self.scheduler.sequence(id) else { return false };
         let Spec { arrival_number, tag, .. } = *seq.spec();
         self.record(now, |_| Call::End { arrival_number, reason });
@@ -273,16 +249,6 @@ impl Recorder {
             journal.note(&Record::Call(Call::Draft { arrival_number, tokens, accepted: 0, source }));
         }
         taken
-    }
-
-    /// See [`Scheduler::keep_finished`].
-    pub(crate) fn keep_finished(&mut self) {
-        self.scheduler.keep_finished();
-    }
-
-    /// See [`Scheduler::take_finished`].
-    pub(crate) fn take_finished(&mut self) -> Vec<(SeqId, Vec<Token>)> {
-        self.scheduler.take_finished()
     }
 
     /// See [`Scheduler::plan`].
@@ -368,21 +334,6 @@ impl Recorder {
                 journal.note(&Record::Name { arrival_number, block, name: name.to_bits() });
             }
         }
-    }
-
-    /// See [`Scheduler::prepared`]. Not recorded, because no decision depends on it.
-    pub fn prepared(&mut self, id: SeqId, spent: &[(TimelineState, Time)]) {
-        self.scheduler.prepared(id, spent);
-    }
-
-    /// See [`Scheduler::read_meter`]. Not recorded, because no decision depends on it.
-    pub fn read_meter(&mut self, energy: u64, now: Time) {
-        self.scheduler.read_meter(energy, now);
-    }
-
-    /// See [`Scheduler::snapshot`].
-    pub fn snapshot(&mut self, now: Time, max_waiting: usize, max_cells: usize) -> Snapshot {
-        self.scheduler.snapshot(now, max_waiting, max_cells)
     }
 }
 

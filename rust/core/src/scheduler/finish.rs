@@ -91,8 +91,10 @@ impl Scheduler {
         }
     }
 
-    /// Ends a request between steps for a caller's reason. Returns false if the request has already ended.
-    pub(crate) fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
+    /// Ends a request in any state without further output and frees its resources. The caller's reason is [`FinishReason::Abort`],
+    /// [`FinishReason::Stop`] if it detects the end itself, for example at a stop string, or [`FinishReason::Error`] if the request cannot
+    /// be computed. Returns false if the request has already ended.
+    pub fn end(&mut self, id: SeqId, reason: FinishReason, now: Time) -> bool {
         if !self.seqs.contains_key(id) {
             return false;
         }

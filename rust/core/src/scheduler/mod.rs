@@ -138,23 +138,6 @@ impl Scheduler {
         &self.model
     }
 
-    /// Ends a request in any state without further output and frees its resources. Returns false if the request has
-    /// already ended.
-    pub fn abort(&mut self, id: SeqId, now: Time) -> bool {
-        self.end(id, FinishReason::Abort, now)
-    }
-
-    /// Like [`abort`](Self::abort), but the request counts as stopped. For a caller that detects the end itself, for
-    /// example at a stop string.
-    pub fn stop(&mut self, id: SeqId, now: Time) -> bool {
-        self.end(id, FinishReason::Stop, now)
-    }
-
-    /// Like [`abort`](Self::abort), but the request counts as failed. For a request that cannot be computed.
-    pub fn fail(&mut self, id: SeqId, now: Time) -> bool {
-        self.end(id, FinishReason::Error, now)
-    }
-
     /// Ends every request that missed its deadline, and every request that the policy drops before: see
     /// [`Policy::drop_at`](crate::Policy::drop_at). Appends their timelines to `ended`. Call it before each plan.
     pub fn expire(&mut self, now: Time, ended: &mut Vec<Timeline>) {

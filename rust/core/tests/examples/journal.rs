@@ -81,11 +81,11 @@ fn day(config: Config) -> Day {
     for _ in 0..5 {
         day.step(&[5; 64]);
     }
-    assert!(day.core.abort(aborted, day.now));
+    assert!(day.core.end(aborted, FinishReason::Abort, day.now));
     day.step(&[0; 64]);
     let failed = day.add(request(5, 33, 9));
     day.step(&[7; 64]);
-    assert!(day.core.fail(failed, day.now));
+    assert!(day.core.end(failed, FinishReason::Error, day.now));
     day.add(request(6, 12, 5));
     day.step(&[-1; 64]);
     day.add(request(7, 12, 5));

@@ -1,8 +1,8 @@
 //! A scheduler on a machine with configured step times.
 
 use chairlift_core::{
-    CacheScope, Config, Load, Outputs, Policy, Preparation, Rejected, Request, Scheduler, SeqId, SessionTurns, StepPlan, Time, Timeline,
-    Token,
+    CacheScope, Config, FinishReason, Load, Outputs, Policy, Preparation, Rejected, Request, Scheduler, SeqId, SessionTurns, StepPlan,
+    Time, Timeline, Token,
 };
 use std::collections::{HashMap, HashSet};
 
@@ -151,7 +151,7 @@ impl Lab {
     }
 
     pub(crate) fn abort(&mut self, tag: u64) {
-        assert!(self.scheduler.abort(self.ids[&tag], self.now));
+        assert!(self.scheduler.end(self.ids[&tag], FinishReason::Abort, self.now));
         let timeline = self.scheduler.explain(tag).expect("it ended just now");
         self.ended.insert(tag, timeline);
         self.check();

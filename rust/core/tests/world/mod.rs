@@ -192,8 +192,8 @@ impl World {
             Op::EvictCached => self.evict_cached(),
             Op::CloseQueue(closed) => self.scheduler.close_queue(closed, self.now),
             Op::Wait(time) => self.now += time,
-            Op::Abort(which) => _ = self.pick(which).map(|tag| self.abort(tag)),
-            Op::Stop(which) => _ = self.pick(which).map(|tag| self.stop(tag)),
+            Op::Abort(which) => _ = self.pick(which).map(|tag| self.end(tag, FinishReason::Abort)),
+            Op::Stop(which) => _ = self.pick(which).map(|tag| self.end(tag, FinishReason::Stop)),
             Op::Draft { which, right, wrong } => {
                 if let Some(tag) = self.pick(which) {
                     self.draft(tag, right, wrong);
@@ -225,19 +225,13 @@ impl World {
         live.priority = if moves { priority } else { BACKGROUND };
     }
 
-    fn abort(&mut self, tag: u64) {
+    /// Ends a request for a caller's reason.
+    fn end(&mut self, tag: u64, reason: FinishReason) {
         let seq = self.live[&tag].seq;
-        assert!(self.scheduler.abort(seq, self.now));
-        assert!(!self.scheduler.abort(seq, self.now), "aborted twice");
+        assert!(self.scheduler.end(seq, reason, self.now));
+        assert!(!self.scheduler.end(seq, reason, self.now), "ended twice");
         let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
-        self.settle(&timeline);
-    }
-
-    /// Ends an answer.
-    fn stop(&mut self, tag: u64) {
-        assert!(self.scheduler.stop(self.live[&tag].seq, self.now));
-        let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
-        assert_eq!(timeline.finish, Some(FinishReason::Stop));
+        assert_eq!(timeline.finish, Some(reason));
         self.settle(&timeline);
     }
 

@@ -15,11 +15,9 @@ impl World {
             while self.in_flight.len() > 1 {
                 self.commit();
             }
-            let Some(live) = self.live.get(&tag) else { continue };
-            assert!(self.scheduler.fail(live.seq, self.now));
-            let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
-            assert_eq!(timeline.finish, Some(FinishReason::Error));
-            self.settle(&timeline);
+            if self.live.contains_key(&tag) {
+                self.end(tag, FinishReason::Error);
+            }
         }
     }
 
