@@ -43,7 +43,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", metavar="URL", help="address of the server (default: http://HOST:PORT)")
     group.add_argument("--host", default="127.0.0.1", help="host of the server (default: 127.0.0.1)")
-    group.add_argument("--port", type=values.whole(1, 65535), default=8000, metavar="N", help="port of the server (default: 8000)")
+    flags.add_value(group, "--port", values.whole(1, 65535), "N", "port of the server", 8000)
     group.add_argument(
         "--backend", choices=("openai", "vllm", "openai-chat"), default="openai", help="completions or chat (default: completions)"
     )
@@ -53,19 +53,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add_api_key(group)
     group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of each request")
     group.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
-    group.add_argument(
-        "--request-timeout",
-        type=values.number(1e-3, 1e6, infinite=True),
-        default=3600.0,
-        metavar="S",
-        help="timeout of a request, in seconds (default: 3600)",
-    )
-    group.add_argument(
-        "--ready-check-timeout-sec",
-        type=values.number(0, 1e6, infinite=True),
-        default=0.0,
-        metavar="S",
-        help="seconds to wait for the server to be ready (default: 0)",
+    flags.add_value(group, "--request-timeout", values.number(1e-3, 1e6, infinite=True), "S", "timeout of a request, in seconds", 3600.0)
+    flags.add_value(
+        group, "--ready-check-timeout-sec", values.number(0, 1e6, infinite=True), "S", "seconds to wait for the server to be ready", 0.0
     )
 
 
@@ -82,44 +72,24 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a trace: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, or a CSV of arrival_s,prompt_tokens,output_tokens",
     )
-    group.add_argument(
-        "--num-prompts",
-        "--num-requests",
-        type=request_count,
-        metavar="N",
-        help="requests (default: 100, or all of a trace; in a sweep, as many as --duration needs)",
+    flags.add_value(
+        group,
+        ("--num-prompts", "--num-requests"),
+        request_count,
+        "N",
+        "requests (default: 100, or all of a trace; in a sweep, as many as --duration needs)",
     )
-    group.add_argument(
-        "--random-input-len", "--input-len", type=token_count, default=1024, metavar="N", help="prompt length, in words (default: 1024)"
-    )
-    group.add_argument(
-        "--random-output-len", "--output-len", type=token_count, default=128, metavar="N", help="tokens to generate (default: 128)"
-    )
-    group.add_argument(
-        "--random-range-ratio",
-        type=values.number(0, 0.999),
-        default=0.0,
-        metavar="X",
-        help="lengths vary by this share up and down (default: 0)",
-    )
-    group.add_argument(
-        "--random-prefix-len",
-        type=values.whole(0, 10**7),
-        default=0,
-        metavar="N",
-        help="words of a shared prefix of all prompts (default: 0)",
-    )
+    flags.add_value(group, ("--random-input-len", "--input-len"), token_count, "N", "prompt length, in words", 1024)
+    flags.add_value(group, ("--random-output-len", "--output-len"), token_count, "N", "tokens to generate", 128)
+    flags.add_value(group, "--random-range-ratio", values.number(0, 0.999), "X", "lengths vary by this share up and down", 0.0)
+    flags.add_value(group, "--random-prefix-len", values.whole(0, 10**7), "N", "words of a shared prefix of all prompts", 0)
     group.add_argument("--ignore-eos", action="store_true", help="generate the full output length, if the server can")
-    group.add_argument("--temperature", type=values.number(0, 100), metavar="X", help="sampling temperature (default: the server's)")
+    flags.add_value(group, "--temperature", values.number(0, 100), "X", "sampling temperature (default: the server's)")
     group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="additional fields of each request's body")
-    group.add_argument(
-        "--seed", type=values.whole(0, 2**63 - 1), default=0, metavar="N", help="seed of lengths, prompts and arrivals (default: 0)"
-    )
-    group.add_argument(
-        "--num-warmups", type=values.whole(0, 10**6), default=1, metavar="N", help="warm-up requests before the run (default: 1)"
-    )
+    flags.add_value(group, "--seed", values.whole(0, 2**63 - 1), "N", "seed of lengths, prompts and arrivals", 0)
+    flags.add_value(group, "--num-warmups", values.whole(0, 10**6), "N", "warm-up requests before the run", 1)
     flags.add_burstiness(group)
-    group.add_argument("--processes", type=values.whole(1, 1024), default=1, metavar="N", help="client processes (default: 1)")
+    flags.add_value(group, "--processes", values.whole(1, 1024), "N", "client processes", 1)
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
@@ -132,9 +102,7 @@ def add_results(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     flags.add_report(group)
     group.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     group.add_argument("--save-detailed", action="store_true", help="write the figures and each request's record as JSON")
-    group.add_argument(
-        "--result-dir", type=values.output_directory, default=".", metavar="DIR", help="directory of the JSON file (default: .)"
-    )
+    flags.add_value(group, "--result-dir", values.output_directory, "DIR", "directory of the JSON file", ".")
     group.add_argument("--result-filename", metavar="NAME", help="name of the JSON file (default: from rate, model and time)")
     group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="additional fields of the JSON file")
     return group

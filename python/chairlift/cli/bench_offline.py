@@ -34,9 +34,7 @@ def add_throughput_parser(commands: Any) -> None:
     """Adds `chairlift bench throughput` and its flags."""
     summary, examples = "run all requests at once in this process, without a server", _EXAMPLES.format(name="throughput")
     parser = flags.add_command(commands, "throughput", summary, examples, run_throughput)
-    parser.add_argument(
-        "--num-prompts", "--num-requests", type=bench_load.request_count, default=100, metavar="N", help="requests (default: 100)"
-    )
+    flags.add_value(parser, ("--num-prompts", "--num-requests"), bench_load.request_count, "N", "requests", 100)
     parser.add_argument("--dataset-path", metavar="FILE", help="a trace, for its lengths (default: --input-len, --output-len)")
     _add_engine(parser, input_len=1024)
 
@@ -45,17 +43,17 @@ def add_latency_parser(commands: Any) -> None:
     """Adds `chairlift bench latency` and its flags."""
     summary, examples = "run one batch repeatedly in this process, without a server", _EXAMPLES.format(name="latency")
     parser = flags.add_command(commands, "latency", summary, examples, run_latency)
-    parser.add_argument("--batch-size", type=bench_load.request_count, default=8, metavar="N", help="requests in the batch (default: 8)")
-    parser.add_argument("--num-iters-warmup", type=values.whole(0, 10**6), default=3, metavar="N", help="warm-up runs (default: 3)")
-    parser.add_argument("--num-iters", type=values.whole(1, 10**6), default=10, metavar="N", help="measured runs (default: 10)")
+    flags.add_value(parser, "--batch-size", bench_load.request_count, "N", "requests in the batch", 8)
+    flags.add_value(parser, "--num-iters-warmup", values.whole(0, 10**6), "N", "warm-up runs", 3)
+    flags.add_value(parser, "--num-iters", values.whole(1, 10**6), "N", "measured runs", 10)
     _add_engine(parser, input_len=32)
 
 
 def _add_engine(parser: argparse.ArgumentParser, input_len: int) -> None:
     tokens = bench_load.token_count
-    parser.add_argument("--input-len", type=tokens, default=input_len, metavar="N", help=f"prompt length, in words (default: {input_len})")
-    parser.add_argument("--output-len", type=tokens, default=128, metavar="N", help="output length, in tokens (default: 128)")
-    parser.add_argument("--output-json", type=values.output, metavar="FILE", help="write the figures as JSON")
+    flags.add_value(parser, "--input-len", tokens, "N", "prompt length, in words", input_len)
+    flags.add_value(parser, "--output-len", tokens, "N", "output length, in tokens", 128)
+    flags.add_value(parser, "--output-json", values.output, "FILE", "write the figures as JSON")
     flags.add_model(parser)
     flags.add_fields(parser, EngineConfig)
 

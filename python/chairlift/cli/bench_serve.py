@@ -39,27 +39,24 @@ def add_parser(commands: Any) -> None:
         help="latencies to show, of ttft,tpot,itl,e2el (default: the first 3)",
     )
     percentiles = values.several(values.number(0, 100))
-    group.add_argument("--metric-percentiles", type=percentiles, default="99", metavar="X,X", help="percentiles to show (default: 99)")
+    flags.add_value(group, "--metric-percentiles", percentiles, "X,X", "percentiles to show", "99")
 
 
 def _add_arrivals(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("arrivals")
-    group.add_argument(
+    flags.add_value(
+        group,
         "--request-rate",
-        type=values.number(1e-6, 1e6, infinite=True),
-        metavar="X",
-        help="requests a second (default: a trace's times, or all at once)",
+        values.number(1e-6, 1e6, infinite=True),
+        "X",
+        "requests a second (default: a trace's times, or all at once)",
     )
-    group.add_argument(
-        "--max-concurrency", type=bench_load.request_count, metavar="N", help="most requests in flight; others wait at the client"
-    )
-    group.add_argument(
-        "--speedup", type=values.number(1e-6, 1e6), default=1.0, metavar="X", help="replay a trace's times X times as fast (default: 1)"
-    )
+    flags.add_value(group, "--max-concurrency", bench_load.request_count, "N", "most requests in flight; others wait at the client")
+    flags.add_value(group, "--speedup", values.number(1e-6, 1e6), "X", "replay a trace's times X times as fast", 1.0)
     group.add_argument("--self-timed", action=argparse.BooleanOptionalAction, help="use a trace's arrival times (default: if any)")
     group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="increase the rate over the run")
-    group.add_argument("--ramp-up-start-rps", type=bench_load.request_rate, metavar="X", help="rate at the start of the ramp")
-    group.add_argument("--ramp-up-end-rps", type=bench_load.request_rate, metavar="X", help="rate at the end of the ramp")
+    flags.add_value(group, "--ramp-up-start-rps", bench_load.request_rate, "X", "rate at the start of the ramp")
+    flags.add_value(group, "--ramp-up-end-rps", bench_load.request_rate, "X", "rate at the end of the ramp")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,15 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of recorded sessions."""
     group = parser.add_argument_group("sessions of agents")
     group.add_argument("--sessions", metavar="PATH", help=f"{flags.SESSIONS}, which users run in a closed loop")
-    group.add_argument(
-        "--users", type=values.whole(1, 10**5), metavar="N", help=f"users of --sessions, one session each at a time (default: {USERS})"
-    )
+    flags.add_value(group, "--users", values.whole(1, 10**5), "N", f"users of --sessions, one session each at a time (default: {USERS})")
     flags.add_max_think_time(group, THINK_TIME)
-    group.add_argument(
-        "--duration",
-        type=values.number(1.0, 1e9),
-        metavar="S",
-        help="seconds to run --sessions again and again (default: until each was run once)",
+    flags.add_value(
+        group, "--duration", values.number(1.0, 1e9), "S", "seconds to run --sessions again and again (default: until each was run once)"
     )
 
 

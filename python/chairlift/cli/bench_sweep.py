@@ -35,25 +35,18 @@ def add_parser(commands: Any) -> None:
     group = parser.add_argument_group("sweep")
     loads = group.add_mutually_exclusive_group()
     rates = values.several(bench_load.request_rate)
-    loads.add_argument("--request-rates", type=rates, metavar="X,X", help="requests a second to run (default: search)")
-    loads.add_argument(
+    flags.add_value(loads, "--request-rates", rates, "X,X", "requests a second to run (default: search)")
+    flags.add_value(
+        loads,
         "--max-concurrencies",
-        type=values.several(bench_load.request_count),
-        metavar="N,N",
-        help="numbers of requests in flight to run, instead of rates",
+        values.several(bench_load.request_count),
+        "N,N",
+        "numbers of requests in flight to run, instead of rates",
     )
-    group.add_argument("--start-rate", type=bench_load.request_rate, default=1.0, metavar="X", help="first rate of the search (default: 1)")
-    group.add_argument("--steps", type=values.whole(0, 20), default=3, metavar="N", help="bisections after the doublings (default: 3)")
-    group.add_argument(
-        "--duration", type=values.number(1e-3, 1e6), default=30.0, metavar="S", help="seconds of requests at each rate (default: 30)"
-    )
-    group.add_argument(
-        "--attainment",
-        type=values.number(0, 100),
-        default=95.0,
-        metavar="X",
-        help="percent of requests that must meet all targets (default: 95)",
-    )
+    flags.add_value(group, "--start-rate", bench_load.request_rate, "X", "first rate of the search", 1.0)
+    flags.add_value(group, "--steps", values.whole(0, 20), "N", "bisections after the doublings", 3)
+    flags.add_value(group, "--duration", values.number(1e-3, 1e6), "S", "seconds of requests at each rate", 30.0)
+    flags.add_value(group, "--attainment", values.number(0, 100), "X", "percent of requests that must meet all targets", 95.0)
     bench_load.add_results(parser)
 
 

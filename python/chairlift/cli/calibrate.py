@@ -24,10 +24,8 @@ def add_parser(commands: Any, summary: str) -> None:
     """Adds the command and its flags."""
     parser = flags.add_command(commands, "calibrate", summary, _EXAMPLES, run)
     flags.add_model(parser, f"{flags.MODEL_SOURCES} (default: {DEFAULT_MODEL}; unknown for a journal)")
-    parser.add_argument(
-        "-o", "--output", type=values.output, default="profile.json", metavar="FILE", help="file to write (default: profile.json)"
-    )
-    parser.add_argument("--seconds", type=values.number(0.1, 86400), metavar="N", help=f"seconds to measure (default: {SECONDS:.0f})")
+    flags.add_value(parser, ("-o", "--output"), values.output, "FILE", "file to write", "profile.json")
+    flags.add_value(parser, "--seconds", values.number(0.1, 86400), "N", f"seconds to measure (default: {SECONDS:.0f})")
     parser.add_argument("--from-journal", metavar="FILE", help="use the steps that --journal recorded, and run nothing")
     flags.add_fields(parser, EngineConfig)
     flags.add_fields(parser, ServerConfig, ("log_level",))

@@ -54,7 +54,7 @@ def add_parser(commands: Any, summary: str) -> None:
     _add_variants(parser.add_argument_group("variants"))
     group = parser.add_argument_group("results")
     flags.add_json(group)
-    group.add_argument("-o", "--output", type=values.picture, metavar="FILE", help="write a plot, as .svg or .png")
+    flags.add_value(group, ("-o", "--output"), values.picture, "FILE", "write a plot, as .svg or .png")
     flags.add_report(group)
     flags.add_fields(parser, EngineConfig, [*(name for name in SETTINGS if name not in _VARIED), "load_format", "threads"])
 
@@ -62,18 +62,13 @@ def add_parser(commands: Any, summary: str) -> None:
 def _add_requests(group: argparse._ArgumentGroup) -> None:
     tokens = values.whole(1, 10**6)
     group.add_argument("--trace", metavar="FILE", help="use a trace's requests (default: synthetic ones)")
-    group.add_argument(
-        "--num-requests", type=values.whole(1, 10**8), metavar="N", help=f"requests (default: {REQUESTS}, or all of a trace)"
+    flags.add_value(group, "--num-requests", values.whole(1, 10**8), "N", f"requests (default: {REQUESTS}, or all of a trace)")
+    flags.add_value(group, "--input-len", tokens, "N", f"mean prompt length, in tokens (default: {INPUT_LEN})")
+    flags.add_value(group, "--output-len", tokens, "N", f"mean output length, in tokens (default: {OUTPUT_LEN})")
+    flags.add_value(
+        group, "--request-rate", values.number(1e-6, 1e6, infinite=True), "X", f"requests a second; inf: all at once (default: {RATE:g})"
     )
-    group.add_argument("--input-len", type=tokens, metavar="N", help=f"mean prompt length, in tokens (default: {INPUT_LEN})")
-    group.add_argument("--output-len", type=tokens, metavar="N", help=f"mean output length, in tokens (default: {OUTPUT_LEN})")
-    group.add_argument(
-        "--request-rate",
-        type=values.number(1e-6, 1e6, infinite=True),
-        metavar="X",
-        help=f"requests a second; inf: all at once (default: {RATE:g})",
-    )
-    group.add_argument("--rate-scale", type=values.number(1e-6, 1e6), metavar="X", help="multiply a trace's request rate by X (default: 1)")
+    flags.add_value(group, "--rate-scale", values.number(1e-6, 1e6), "X", "multiply a trace's request rate by X (default: 1)")
 
 
 def _add_variants(group: argparse._ArgumentGroup) -> None:

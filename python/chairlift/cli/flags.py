@@ -153,22 +153,30 @@ class Models(argparse.Action):
             namespace.model = values[0]
 
 
+def add_value(
+    parser: argparse._ActionsContainer,
+    names: str | tuple[str, ...],
+    read: Callable[[str], Any],
+    metavar: str,
+    help: str,
+    default: object = None,
+) -> None:
+    """Adds a flag with a value, of one or several names. Its help ends with the default, if it has one."""
+    shown = "" if default is None else f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+    every = (names,) if isinstance(names, str) else names
+    parser.add_argument(*every, type=read, metavar=metavar, default=default, help=help + shown)
+
+
 def add_burstiness(parser: argparse._ActionsContainer) -> None:
     """Adds `--burstiness`."""
     burstiness = values.number(0.01, 1e6, infinite=True)
-    parser.add_argument(
-        "--burstiness",
-        type=burstiness,
-        default=1.0,
-        metavar="X",
-        help="1: Poisson arrivals; below 1: burstier; above: more even (default: 1)",
-    )
+    add_value(parser, "--burstiness", burstiness, "X", "1: Poisson arrivals; below 1: burstier; above: more even", 1.0)
 
 
 def add_max_think_time(parser: argparse._ActionsContainer, default: float) -> None:
     """Adds `--max-think-time` for recorded sessions, None by default."""
     think = f"longest time between an answer and the next request of --sessions, in seconds (default: {default:g})"
-    parser.add_argument("--max-think-time", type=values.number(0.0, 1e9), metavar="S", help=think)
+    add_value(parser, "--max-think-time", values.number(0.0, 1e9), "S", think)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
@@ -179,7 +187,7 @@ def add_json(parser: argparse._ActionsContainer) -> None:
 def add_report(parser: argparse._ActionsContainer) -> None:
     """Adds `--report`."""
     help = "write a self-contained HTML page with plots; of a FILE.svg or FILE.png the plots alone"
-    parser.add_argument("--report", type=values.output, metavar="FILE", help=help)
+    add_value(parser, "--report", values.output, "FILE", help)
 
 
 def add_fields(
@@ -310,22 +318,11 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> Non
     shown = "the rest of the context" if max_tokens is None else max_tokens
     count, fraction, own = values.whole(1, LARGEST_COUNT), values.number(0, 1), "the checkpoint's, else"
     group.add_argument("--max-tokens", type=count, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {shown})")
-    group.add_argument(
-        "--temperature", type=values.number(0, 100), metavar="X", help=f"sampling temperature; 0 is greedy (default: {own} 1)"
-    )
-    group.add_argument(
-        "--top-k", type=values.whole(-1, LARGEST_COUNT), metavar="N", help=f"sample from the N most likely tokens (default: {own} all)"
-    )
-    group.add_argument(
-        "--top-p", type=fraction, metavar="X", help=f"sample from the most likely tokens of total probability X (default: {own} 1)"
-    )
-    group.add_argument("--min-p", type=fraction, metavar="X", help=f"drop tokens below X times the highest probability (default: {own} 0)")
-    group.add_argument(
-        "--repetition-penalty",
-        type=values.number(0.01, 100),
-        metavar="X",
-        help=f"values above 1 penalize repeated tokens (default: {own} 1)",
-    )
+    add_value(group, "--temperature", values.number(0, 100), "X", f"sampling temperature; 0 is greedy (default: {own} 1)")
+    add_value(group, "--top-k", values.whole(-1, LARGEST_COUNT), "N", f"sample from the N most likely tokens (default: {own} all)")
+    add_value(group, "--top-p", fraction, "X", f"sample from the most likely tokens of total probability X (default: {own} 1)")
+    add_value(group, "--min-p", fraction, "X", f"drop tokens below X times the highest probability (default: {own} 0)")
+    add_value(group, "--repetition-penalty", values.number(0.01, 100), "X", f"values above 1 penalize repeated tokens (default: {own} 1)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
 
 

@@ -70,47 +70,36 @@ def add_parser(commands: Any, summary: str) -> None:
 
 
 def _add_targets(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ttft-ms", type=_milliseconds, metavar="MS", help=f"time to the first token (default: {1e3 * _TARGETS.ttft:g})")
-    group.add_argument("--itl-ms", type=_milliseconds, metavar="MS", help=f"time between two tokens (default: {1e3 * _TARGETS.itl:g})")
-    group.add_argument(
-        "--percentile", type=values.number(1, 100), default=95.0, metavar="X", help="percentile that must meet the target (default: 95)"
-    )
+    flags.add_value(group, "--ttft-ms", _milliseconds, "MS", f"time to the first token (default: {1e3 * _TARGETS.ttft:g})")
+    flags.add_value(group, "--itl-ms", _milliseconds, "MS", f"time between two tokens (default: {1e3 * _TARGETS.itl:g})")
+    flags.add_value(group, "--percentile", values.number(1, 100), "X", "percentile that must meet the target", 95.0)
 
 
 def _add_traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--trace", metavar="FILE", help="a trace's requests, in any format that 'chairlift bench' reads; or a journal")
-    group.add_argument(
+    flags.add_value(
+        group,
         "--num-requests",
-        type=values.whole(1, 10**6),
-        metavar="N",
-        help=f"the trace's first N requests; a shorter trace is repeated (default: {REQUESTS})",
+        values.whole(1, 10**6),
+        "N",
+        f"the trace's first N requests; a shorter trace is repeated (default: {REQUESTS})",
     )
     group.add_argument(
         "--self-timed", action=argparse.BooleanOptionalAction, help="use the trace's arrival times, scaled to each rate (default: if any)"
     )
-    group.add_argument("--input-len", type=_tokens, metavar="N", help=f"prompt length without a trace, in tokens (default: {INPUT_LEN})")
-    group.add_argument("--output-len", type=_tokens, metavar="N", help=f"output length without a trace, in tokens (default: {OUTPUT_LEN})")
-    group.add_argument(
-        "--range-ratio", type=values.number(0, 0.999), metavar="X", help="lengths vary by this share up and down (default: 0)"
-    )
+    flags.add_value(group, "--input-len", _tokens, "N", f"prompt length without a trace, in tokens (default: {INPUT_LEN})")
+    flags.add_value(group, "--output-len", _tokens, "N", f"output length without a trace, in tokens (default: {OUTPUT_LEN})")
+    flags.add_value(group, "--range-ratio", values.number(0, 0.999), "X", "lengths vary by this share up and down (default: 0)")
     flags.add_burstiness(group)
-    group.add_argument(
-        "--users-every",
-        type=values.number(1e-3, 1e9),
-        default=30.0,
-        metavar="S",
-        help="each user sends a request every S seconds (default: 30)",
-    )
+    flags.add_value(group, "--users-every", values.number(1e-3, 1e9), "S", "each user sends a request every S seconds", 30.0)
 
 
 def _add_sessions(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sessions", metavar="PATH", help=f"{flags.SESSIONS}, in place of requests")
     slowdown = f"longest time of a session, as a multiple of its time alone (default: {_SESSIONS_TARGET.slowdown:g})"
-    group.add_argument("--slowdown", type=values.number(1.0, 1e6), metavar="X", help=slowdown)
+    flags.add_value(group, "--slowdown", values.number(1.0, 1e6), "X", slowdown)
     flags.add_max_think_time(group, THINK_TIME)
-    group.add_argument(
-        "--duration", type=values.number(1.0, 1e9), metavar="S", help=f"seconds to simulate (default: {DURATION / 3600:g} hours)"
-    )
+    flags.add_value(group, "--duration", values.number(1.0, 1e9), "S", f"seconds to simulate (default: {DURATION / 3600:g} hours)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -65,24 +65,20 @@ def add_parser(commands: Any, summary: str) -> None:
     parser.add_argument(
         "--sessions", metavar="PATH", help=f"{flags.SESSIONS}, which users run in a closed loop, beside a trace if there is one"
     )
-    parser.add_argument("--users", type=values.whole(1, 10**6), metavar="N", help=f"users of --sessions (default: {USERS})")
+    flags.add_value(parser, "--users", values.whole(1, 10**6), "N", f"users of --sessions (default: {USERS})")
     flags.add_max_think_time(parser, THINK_TIME)
     duration = f"seconds of --sessions to simulate (default: {DURATION / 3600:g} hours)"
-    parser.add_argument("--duration", type=values.number(1.0, 1e9), metavar="S", help=duration)
+    flags.add_value(parser, "--duration", values.number(1.0, 1e9), "S", duration)
     disk = "bytes a second at which a disk with all contexts of --sessions is read, like 2G, as with --prefix-cache-dir (default: none)"
-    parser.add_argument("--disk", type=values.size(1 << 20, 1 << 40), metavar="N", help=disk)
+    flags.add_value(parser, "--disk", values.size(1 << 20, 1 << 40), "N", disk)
     flags.add_model(parser, flags.SIMULATED_MODEL)
     shared_models.add_flag(parser)
     parser.add_argument(
         "--modelled-device", default="cpu", metavar="NAME", help="device to simulate, or a file of 'chairlift calibrate' (default: cpu)"
     )
-    parser.add_argument(
-        "--rate-scale", type=values.number(1e-6, 1e6), default=1.0, metavar="X", help="multiply the trace's request rate by X (default: 1)"
-    )
-    parser.add_argument(
-        "--num-requests", type=values.whole(1, 10**8), metavar="N", help="the trace's first N requests; a shorter trace is repeated"
-    )
-    parser.add_argument("--replicas", type=values.whole(1, 1024), default=1, metavar="N", help="engines behind a router (default: 1)")
+    flags.add_value(parser, "--rate-scale", values.number(1e-6, 1e6), "X", "multiply the trace's request rate by X", 1.0)
+    flags.add_value(parser, "--num-requests", values.whole(1, 10**8), "N", "the trace's first N requests; a shorter trace is repeated")
+    flags.add_value(parser, "--replicas", values.whole(1, 1024), "N", "engines behind a router", 1)
     parser.add_argument(
         "--routing", choices=ROUTINGS, default="round-robin", help="how the router chooses a replica (default: round-robin)"
     )
