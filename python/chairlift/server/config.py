@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from chairlift.scheduling import ROUTINGS
@@ -63,15 +64,16 @@ _RANGES = {
 }
 
 
+_flag = partial(flag, group="server")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Settings of the HTTP server, in addition to an engine's."""
 
-    host: str = flag("127.0.0.1", "address to listen on", group="server")
-    port: int = flag(8000, "port to listen on; 0 picks a free one", int, group="server")
-    served_model_name: str | None = flag(
-        None, "name that clients use for the model (default: MODEL, or the last part of its path)", group="server"
-    )
+    host: str = _flag("127.0.0.1", "address to listen on")
+    port: int = _flag(8000, "port to listen on; 0 picks a free one", int)
+    served_model_name: str | None = _flag(None, "name that clients use for the model (default: MODEL, or the last part of its path)")
     models: str | None = flag(
         None,
         "TOML file of several models, with a table [NAME] for each: path, aliases, keep_alive, priority, preload, and flags of the engine",
@@ -99,118 +101,98 @@ class ServerConfig:
         metavar="NAMES",
         group="models",
     )
-    uds: str | None = flag(None, "listen on this Unix socket instead of a port", metavar="PATH", group="server")
-    api_key: str | None = flag(
+    uds: str | None = _flag(None, "listen on this Unix socket instead of a port", metavar="PATH")
+    api_key: str | None = _flag(
         None,
         "key that clients must send as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; NAME=KEY,NAME=KEY gives each tenant its own",
         metavar="KEY",
-        group="server",
         secret=True,
     )
-    operator_key: str | None = flag(
-        None,
-        "an API key that sees the requests and the metrics of all tenants, and may act for each of them",
-        metavar="KEY",
-        group="server",
-        secret=True,
+    operator_key: str | None = _flag(
+        None, "an API key that sees the requests and the metrics of all tenants, and may act for each of them", metavar="KEY", secret=True
     )
-    public_metrics: bool = flag(False, "serve /metrics without an API key: all figures, those of every tenant", group="server")
-    api_key_file: str | None = flag(
+    public_metrics: bool = _flag(False, "serve /metrics without an API key: all figures, those of every tenant")
+    api_key_file: str | None = _flag(
         None,
         "TOML file with keys, limits and rights, which 'ps' does not show: a table [NAME] for each tenant, with key (or keys), weight, "
         "max_queued, max_requests, group, tiers, operator",
         metavar="FILE",
-        group="server",
     )
-    cors_allow_origins: tuple[str, ...] | None = flag(
+    cors_allow_origins: tuple[str, ...] | None = _flag(
         None,
         "web pages that may use the server, like https://chat.example,http://localhost:3000, or * for all (default: none)",
         parse_origins,
         metavar="ORIGINS",
-        group="server",
         aliases=("--allowed-origins",),
     )
-    ssl_certfile: str | None = flag(None, "certificate chain in PEM format: serves HTTPS", metavar="FILE", group="server")
-    ssl_keyfile: str | None = flag(
-        None, "the certificate's private key, without a password, if it is not in the same file", metavar="FILE", group="server"
+    ssl_certfile: str | None = _flag(None, "certificate chain in PEM format: serves HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = _flag(
+        None, "the certificate's private key, without a password, if it is not in the same file", metavar="FILE"
     )
-    admin_socket: str | None = flag(
+    admin_socket: str | None = _flag(
         None,
         "Unix socket, for this user alone, that needs no key: /metrics, /health, /v1/requests/ID/explain, GET /state, POST /drain, "
         "/models, POST /models/restart",
         metavar="PATH",
-        group="server",
     )
-    replicas: int = flag(
+    replicas: int = _flag(
         1,
         "engines of this machine that serve each model, each in a process of its own; requests of one that dies go on in another",
         parse_size,
         metavar="N",
-        group="server",
         aliases=(
             "--data-parallel-size",
             "-dp",
         ),
     )
-    routing: str = flag(
+    routing: str = _flag(
         "predicted",
         "which of several engines gets a request: 'predicted', the one that should compute the prompt first, by its load, speed and cached "
         "prefixes; 'lmetric', 'prefix-aware', 'least-loaded' and 'round-robin' are simpler rules (docs/fleet.md)",
         choices=ROUTINGS,
-        group="server",
     )
-    engine_listen: tuple[str, int] | None = flag(
+    engine_listen: tuple[str, int] | None = _flag(
         None,
         "where engines of other machines join ('chairlift join'); their traffic is authenticated, not encrypted: use a private network",
         parse_host_and_port,
         metavar="HOST:PORT",
-        group="server",
     )
-    engine_secret_file: str | None = flag(
-        None,
-        "file with the secret that joining engines must know: 32 bytes or more, readable only by its owner",
-        metavar="FILE",
-        group="server",
+    engine_secret_file: str | None = _flag(
+        None, "file with the secret that joining engines must know: 32 bytes or more, readable only by its owner", metavar="FILE"
     )
-    ray_address: str | None = flag(
+    ray_address: str | None = _flag(
         None,
         "let Ray Serve run the --replicas engines on the machines of this cluster: 'auto', HOST:PORT, or 'local' for a new one on this "
         "machine; they join at --engine-listen (needs the extra 'fleet')",
         metavar="ADDRESS",
-        group="server",
     )
-    ray_actor_options: Mapping[str, Any] | None = flag(
+    ray_actor_options: Mapping[str, Any] | None = _flag(
         None,
         'what Ray reserves for each engine, as JSON with Ray\'s names: \'{"num_cpus": 8, "num_gpus": 1}\' (default: one CPU)',
         parse_json_object,
         metavar="JSON",
-        group="server",
     )
-    ray_autoscaling_config: Mapping[str, Any] | None = flag(
+    ray_autoscaling_config: Mapping[str, Any] | None = _flag(
         None,
         "let Ray Serve add and remove engines, so that their saturation stays near 0.7, as JSON with Ray's names: "
         '\'{"min_replicas": 1, "max_replicas": 4}\' (default: always --replicas engines)',
         parse_json_object,
         metavar="JSON",
-        group="server",
     )
-    resume: str = flag(
+    resume: str = _flag(
         "exact",
         "which engine goes on with the answers of one that died: 'exact', one of equal numerics, so that clients get the bytes of an "
         "undisturbed run; 'any'; 'off', none: answers that were not sent yet start over, streams end with an error",
         choices=("exact", "any", "off"),
-        group="server",
     )
-    max_body_size: int = flag(2 << 20, "largest body of a request, like 2M; larger ones are refused", parse_size, group="server")
-    exact_history: bool = flag(
-        True,
-        "when a client returns an earlier answer, use the tokens that were generated instead of tokenizing its text again",
-        group="server",
+    max_body_size: int = _flag(2 << 20, "largest body of a request, like 2M; larger ones are refused", parse_size)
+    exact_history: bool = _flag(
+        True, "when a client returns an earlier answer, use the tokens that were generated instead of tokenizing its text again"
     )
-    shutdown_timeout: float = flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float, group="server")
-    log_level: str = flag("info", "how much to log", choices=("debug", "info", "warning", "error"), group="server")
-    log_format: str = flag("text", "how a line of the log is written", choices=("text", "json"), group="server")
-    tool_call_parser: str = flag(
+    shutdown_timeout: float = _flag(30.0, "seconds that requests in flight get to finish after SIGTERM", float)
+    log_level: str = _flag("info", "how much to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = _flag("text", "how a line of the log is written", choices=("text", "json"))
+    tool_call_parser: str = _flag(
         "auto",
         "how the model writes tool calls; 'auto' goes by its chat template",
         choices=(
@@ -219,9 +201,8 @@ class ServerConfig:
             *("nemotron", "olmo3", "openai", "pythonic", "qwen3_coder", "seed_oss"),
         ),
         spellings=_VLLM_PARSERS,
-        group="server",
     )
-    reasoning_parser: str = flag(
+    reasoning_parser: str = _flag(
         "auto",
         "how the model marks its reasoning, by vLLM's names; 'auto' goes by its chat template, 'none' leaves it in the answer",
         choices=(
@@ -229,46 +210,33 @@ class ServerConfig:
             *("hunyuan_a13b", "mistral", "openai_gptoss", "qwen3", "seed_oss"),
         ),
         spellings=_VLLM_REASONING,
-        group="server",
     )
-    metrics_alias: str = flag(
-        "none", "'vllm' shows metrics a second time under vLLM's names, where it has them too", choices=("none", "vllm"), group="server"
+    metrics_alias: str = _flag(
+        "none", "'vllm' shows metrics a second time under vLLM's names, where it has them too", choices=("none", "vllm")
     )
-    otlp_traces_endpoint: str | None = flag(
-        None, "send a trace of each request here, as OTLP over HTTP; needs the extra 'otel'", metavar="URL", group="server"
+    otlp_traces_endpoint: str | None = _flag(
+        None, "send a trace of each request here, as OTLP over HTTP; needs the extra 'otel'", metavar="URL"
     )
-    tiers: str | None = flag(
-        None,
-        "targets, weights and tenants of the service tiers: TOML with the tables [priority], [default] and [flex]",
-        metavar="FILE",
-        group="server",
+    tiers: str | None = _flag(
+        None, "targets, weights and tenants of the service tiers: TOML with the tables [priority], [default] and [flex]", metavar="FILE"
     )
-    shadow_policy: str | None = flag(
+    shadow_policy: str | None = _flag(
         None,
         "simulate another policy, by its name or as FILE.py:NAME, for the requests of --journal: a separate process does so with 2 % of a "
         "core, and the metrics, the dashboard and 'chairlift top' show the result",
         metavar="POLICY",
-        group="server",
     )
-    shadow_set: tuple[str, ...] = flag(
+    shadow_set: tuple[str, ...] = _flag(
         (),
         "simulate other settings in the same way, by the names of 'chairlift replay --set': NAME=VALUE,NAME=VALUE",
         parse_names,
         metavar="SETTINGS",
-        group="server",
     )
-    usage_log: str | None = flag(
-        None, "directory for the usage log: a JSON line for each request, for 'chairlift usage'", metavar="DIR", group="server"
+    usage_log: str | None = _flag(None, "directory for the usage log: a JSON line for each request, for 'chairlift usage'", metavar="DIR")
+    data_dir: str | None = _flag(
+        None, "directory for uploaded files and batches, which survive restarts; needed by /v1/files and /v1/batches", metavar="DIR"
     )
-    data_dir: str | None = flag(
-        None,
-        "directory for uploaded files and batches, which survive restarts; needed by /v1/files and /v1/batches",
-        metavar="DIR",
-        group="server",
-    )
-    max_data_size: int = flag(
-        10 << 30, "disk space that uploads and outputs of batches may take, like 10G; more are refused", parse_size, group="server"
-    )
+    max_data_size: int = _flag(10 << 30, "disk space that uploads and outputs of batches may take, like 10G; more are refused", parse_size)
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the flag, for an invalid setting."""
