@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from chairlift._core import POLICIES, added_policies
 from chairlift.scheduling import LONGEST_MS, TIERS
@@ -80,73 +81,69 @@ def _check_speculation(config: Mapping[str, str | int]) -> None:
         )
 
 
+_model, _scheduler, _cache = (partial(flag, group=group) for group in ("model", "scheduler", "cache"))
+"""The flags under each heading."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings for loading a model and scheduling its requests."""
 
     model: str = DEFAULT_MODEL
-    tokenizer: str | None = flag(None, "directory or file of the tokenizer, when it is not beside the weights", group="model")
-    chat_template: str | None = flag(None, "Jinja file of the chat template, instead of the checkpoint's", metavar="FILE", group="model")
-    revision: str | None = flag(None, "branch, tag or commit, for a model of the hub", group="model")
-    cache_dir: str | None = flag(
+    tokenizer: str | None = _model(None, "directory or file of the tokenizer, when it is not beside the weights")
+    chat_template: str | None = _model(None, "Jinja file of the chat template, instead of the checkpoint's", metavar="FILE")
+    revision: str | None = _model(None, "branch, tag or commit, for a model of the hub")
+    cache_dir: str | None = _model(
         None,
         "directory for fetched and converted models (default: ~/.cache/chairlift, and the hub's own cache for models of the hub)",
         metavar="DIR",
-        group="model",
         aliases=("--download-dir",),
     )
-    generation_config: str = flag(
+    generation_config: str = _model(
         "auto",
         "'auto': requests that do not set temperature, top_p and the like use what the checkpoint's generation_config.json recommends; "
         "'none': they use temperature 1 and no truncation",
         choices=("auto", "none"),
         spellings={"vllm": "none"},
-        group="model",
     )
-    load_format: str = flag(
+    load_format: str = _model(
         "auto",
         "where weights come from; 'dummy' makes random ones from the config alone, 'none' has no model: arbitrary tokens, at once",
         choices=("auto", "dummy", "none"),
-        group="model",
     )
-    device: str = flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"), group="model")
-    runner: str = flag(
+    device: str = _model("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    runner: str = _model(
         "auto",
         "code that computes the model: 'rust' is for CPUs, 'torch' for any device; 'auto' takes Rust where it supports the model",
         choices=("auto", "rust", "torch"),
-        group="model",
     )
-    tensor_parallel_size: int = flag(
-        1, "devices, or processes on a CPU, that share each layer of the model", parse_size, group="model", aliases=("-tp",)
+    tensor_parallel_size: int = _model(
+        1, "devices, or processes on a CPU, that share each layer of the model", parse_size, aliases=("-tp",)
     )
-    threads: int | None = flag(
+    threads: int | None = _model(
         None,
         "threads that compute (default: one for each physical core that may be used, fewer by a container's quota or OMP_NUM_THREADS)",
         int,
-        group="model",
     )
-    cpu_isa: str = flag(
+    cpu_isa: str = _model(
         "auto",
         "instruction set of the CPU kernels; results of two instruction sets can differ in the last bits",
         choices=("auto", "amx", "vnni", "avx512", "avx2", "neon", "portable"),
-        group="model",
     )
-    cpu_math: str = flag(
+    cpu_math: str = _model(
         "auto",
         "arithmetic of the CPU kernels. 'exact': as in float32. 'int16': activations of 16 bits where they multiply a GGUF file's blocks, "
         "and KV in float16; few answers differ. 'fast': products in bfloat16 where the processor has AMX, otherwise weights and "
         "activations of 8 bits as with --quantization int8; KV and attention of 16 bits; other answers. 'auto' is int16 for GGUF files on "
         "processors with AVX-512 VNNI and no AMX, and otherwise exact. Flags that set a dtype prevail",
         choices=("auto", "exact", "int16", "fast"),
-        group="model",
     )
-    dtype: str = flag(
+    dtype: str = _model(
         "auto",
         "format of the weights; by default that of the checkpoint, a GGUF file's blocks included. --cpu-math sets the arithmetic of a CPU",
         choices=("auto", "float32", "float16", "bfloat16"),
-        group="model",
     )
-    quantization: str = flag(
+    quantization: str = _model(
         "auto",
         "'int8', on a CPU: weights in blocks of 8 bits (or a GGUF file's 4), multiplied by activations of 8 bits: about twice as fast, "
         "perplexity within a percent, other answers; 'auto' does so where the weights would not fit into memory otherwise. "
@@ -154,208 +151,160 @@ class EngineConfig:
         "'fp8', on a CUDA device: weights and activations of 8 bits",
         choices=("auto", "none", "int8", "fp8"),
         hints=_IN_FILES,
-        group="model",
         aliases=("-q",),
     )
-    enforce_eager: bool = flag(
-        False, "launch each step's kernels one by one, without CUDA graphs: slower, but quicker to start, and in less memory", group="model"
+    enforce_eager: bool = _model(
+        False, "launch each step's kernels one by one, without CUDA graphs: slower, but quicker to start, and in less memory"
     )
-    enable_lora: bool = flag(False, "allow LoRA adapters; requests choose one each", group="model")
-    lora_modules: Mapping[str, str] | None = flag(
+    enable_lora: bool = _model(False, "allow LoRA adapters; requests choose one each")
+    lora_modules: Mapping[str, str] | None = _model(
         None,
         "adapters to load at the start: a name and a directory in peft's format, or a GGUF file, for each, like sql=adapters/sql",
         parse_paths,
         metavar="NAME=PATH",
-        group="model",
         nargs="+",
     )
-    max_lora_rank: int = flag(16, "highest rank of an adapter", int, group="model")
-    seed: int = flag(0, "seed of dummy weights, and of the seeds of requests that have none", int, group="model")
-    max_model_len: int | None = flag(
-        None,
-        "longest prompt plus output, in tokens (default: what the model was made for, less where memory is short)",
-        parse_size,
-        group="model",
+    max_lora_rank: int = _model(16, "highest rank of an adapter", int)
+    seed: int = _model(0, "seed of dummy weights, and of the seeds of requests that have none", int)
+    max_model_len: int | None = _model(
+        None, "longest prompt plus output, in tokens (default: what the model was made for, less where memory is short)", parse_size
     )
     shared_max_model_len: bool = False
     """Whether `max_model_len` is for all models of a server. It is no flag: a server sets it."""
-    max_num_seqs: int | None = flag(
-        None,
-        f"sequences in one step (default: {DEFAULT_SLOTS}, on a CUDA device {CUDA_SLOTS}; fewer where memory is short)",
-        parse_size,
-        group="scheduler",
+    max_num_seqs: int | None = _scheduler(
+        None, f"sequences in one step (default: {DEFAULT_SLOTS}, on a CUDA device {CUDA_SLOTS}; fewer where memory is short)", parse_size
     )
-    max_num_batched_tokens: int | None = flag(
+    max_num_batched_tokens: int | None = _scheduler(
         None,
         "tokens in one step: longer prompts are computed in chunks "
         f"(default: {DEFAULT_STEP_TOKENS}; {TILES_STEP_TOKENS} for small models on a CPU with AMX, twice as many with --cpu-math fast; "
         f"{CUDA_STEP_TOKENS} on a CUDA device; "
         "at least --max-num-seqs; fewer where memory is short)",
         parse_size,
-        group="scheduler",
     )
-    scheduling_policy: str = flag(
+    scheduling_policy: str = _scheduler(
         "fcfs",
         "which waiting request goes first: " + "; ".join(f"'{name}': {help}" for name, help in POLICIES),
         choices=tuple(name for name, _ in POLICIES),
         more=added_policies,
-        group="scheduler",
         aliases=("--policy",),
     )
-    tenant_weights: Mapping[str, int] | None = flag(
-        None,
-        "shares of tenants under the policies 'fair' and 'vtc', like alice=2,bob=1; 1 for the others",
-        parse_weights,
-        metavar="SHARES",
-        group="scheduler",
+    tenant_weights: Mapping[str, int] | None = _scheduler(
+        None, "shares of tenants under the policies 'fair' and 'vtc', like alice=2,bob=1; 1 for the others", parse_weights, metavar="SHARES"
     )
-    tier_weights: Mapping[str, int] | None = flag(
+    tier_weights: Mapping[str, int] | None = _scheduler(
         None,
         "factors of tenants' weights by service tier under the policies 'fair' and 'vtc' (default: priority=4,default=2,flex=1)",
         parse_weights,
         metavar="SHARES",
-        group="scheduler",
     )
-    speculative_config: Mapping[str, str | int] | None = flag(
+    speculative_config: Mapping[str, str | int] | None = _scheduler(
         None,
         'propose tokens and verify several in one step, as JSON: \'{"method": "auto", "num_speculative_tokens": 8}\'; \'ngram\' looks for '
         "the last tokens in earlier text, 'auto' also proposes the tokens that a grammar forces; the answers are the same (default: auto)",
         parse_json_object,
         metavar="JSON",
-        group="scheduler",
     )
-    draft_corpus_tokens: int = flag(
+    draft_corpus_tokens: int = _scheduler(
         0,
         "look for proposed tokens also in finished prompts and answers of the same tenant and cache salt: in the last TOKENS tokens of all "
         "tenants together, 16 bytes each (0: only in the request's own text)",
         int,
         metavar="TOKENS",
-        group="scheduler",
     )
-    batching: str = flag(
+    batching: str = _scheduler(
         "continuous",
         "when requests join and leave: 'continuous': at every step; 'static': as whole batches; 'dynamic': as whole batches, which start "
         "after --batch-timeout-ms even if they are not full",
         choices=("continuous", "static", "dynamic"),
-        group="scheduler",
     )
-    static_batch_size: int | None = flag(
-        None, "sequences in a static or dynamic batch (default: --max-num-seqs)", parse_size, group="scheduler"
+    static_batch_size: int | None = _scheduler(None, "sequences in a static or dynamic batch (default: --max-num-seqs)", parse_size)
+    batch_timeout_ms: float | None = _scheduler(
+        None, "longest time that a dynamic batch waits to become full (default: no wait)", float, metavar="MS"
     )
-    batch_timeout_ms: float | None = flag(
-        None, "longest time that a dynamic batch waits to become full (default: no wait)", float, metavar="MS", group="scheduler"
+    max_num_queued_reqs: int | None = _scheduler(None, "requests that may wait; more are refused (default: any number)", parse_size)
+    max_num_queued_tokens: int | None = _scheduler(None, "prompt tokens that may wait; more are refused (default: any number)", parse_size)
+    queue_ageing_ms: float = _scheduler(
+        10_000.0, "longest wait of a request, in the queue or with a part of its prompt computed, before it goes first", float, metavar="MS"
     )
-    max_num_queued_reqs: int | None = flag(
-        None, "requests that may wait; more are refused (default: any number)", parse_size, group="scheduler"
-    )
-    max_num_queued_tokens: int | None = flag(
-        None, "prompt tokens that may wait; more are refused (default: any number)", parse_size, group="scheduler"
-    )
-    queue_ageing_ms: float = flag(
-        10_000.0,
-        "longest wait of a request, in the queue or with a part of its prompt computed, before it goes first",
-        float,
-        metavar="MS",
-        group="scheduler",
-    )
-    target_itl_ms: float | None = flag(
+    target_itl_ms: float | None = _scheduler(
         None,
         "target for the time between two tokens of a request: prompts are computed in chunks that are small enough; default: 3 times the "
         "time of a step without prompts, or 60 ms if that is more, while one prompt is in progress and none waits",
         float,
         metavar="MS",
-        group="scheduler",
     )
-    background_slowdown: float = flag(
+    background_slowdown: float = _scheduler(
         3.0,
         "longest step with background requests beside others, as a multiple of the step without them; at least 1",
         float,
         metavar="TIMES",
-        group="scheduler",
     )
-    gather_ms: float | None = flag(
+    gather_ms: float | None = _scheduler(
         None,
         "longest time that a request with a 'ttft_deadline_ms' waits for others while nothing runs, so that steps are fuller; 'auto': half "
         "of its deadline (default: no wait)",
         parse_ms_or_auto,
         metavar="MS",
-        group="scheduler",
     )
-    session_turns: str = flag(
+    session_turns: str = _scheduler(
         "named",
         "which sessions take turns when their contexts do not fit into the KV cache together: 'named': those that requests name; 'all': "
         "also those of requests whose prompt continues an earlier answer; 'off': none",
         choices=("off", "named", "all"),
-        group="scheduler",
     )
-    max_session_wait_ms: float = flag(510_000.0, "longest wait of a request for its session's turn", float, metavar="MS", group="scheduler")
-    journal: str | None = flag(
-        None, "record the scheduler's inputs in this file, without any text, for 'chairlift replay'", metavar="FILE", group="scheduler"
+    max_session_wait_ms: float = _scheduler(510_000.0, "longest wait of a request for its session's turn", float, metavar="MS")
+    journal: str | None = _scheduler(
+        None, "record the scheduler's inputs in this file, without any text, for 'chairlift replay'", metavar="FILE"
     )
-    energy_meter: str = flag(
+    energy_meter: str = _scheduler(
         "none",
         "what measures the energy that requests take: 'powercap:DIR' reads Linux's counters, as in powercap:/sys/class/powercap; 'nvml' "
         "reads an NVIDIA device's, and needs pip install 'chairlift[nvml]'",
         metavar="METER",
-        group="scheduler",
     )
-    block_size: int = flag(16, "tokens in one block of the KV cache", int, group="cache")
-    num_kv_blocks: int | None = flag(
-        None, "blocks in the KV cache (default: fitted to memory)", parse_size, group="cache", aliases=("--num-gpu-blocks-override",)
+    block_size: int = _cache(16, "tokens in one block of the KV cache", int)
+    num_kv_blocks: int | None = _cache(
+        None, "blocks in the KV cache (default: fitted to memory)", parse_size, aliases=("--num-gpu-blocks-override",)
     )
-    kv_cache_memory_bytes: int | None = flag(
+    kv_cache_memory_bytes: int | None = _cache(
         None,
         "memory for the KV cache, like 4G; on a CPU for all models together (default: a quarter of the available memory, on a CUDA device "
         "what --gpu-memory-utilization leaves)",
         parse_size,
-        group="cache",
     )
-    gpu_memory_utilization: float = flag(
-        0.9,
-        "share of a CUDA device's memory that this process may take in all: weights, KV cache and what steps need",
-        float,
-        metavar="X",
-        group="cache",
+    gpu_memory_utilization: float = _cache(
+        0.9, "share of a CUDA device's memory that this process may take in all: weights, KV cache and what steps need", float, metavar="X"
     )
-    kv_cache_dtype: str = flag(
+    kv_cache_dtype: str = _cache(
         "auto",
         "format of keys and values: 'auto' is float32 on a CPU, or 16 bits where --cpu-math is 'int16' or 'fast', and the format of the "
         "weights elsewhere; "
         "'int8' is for CPUs, 'fp8' for CUDA devices; with 'bfloat16' a CPU with AVX-512 BF16 computes attention in it",
         choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
-        group="cache",
     )
-    enable_prefix_caching: bool = flag(True, "share the KV blocks of equal prompt beginnings", group="cache")
-    prefix_cache_dir: str | None = flag(
+    enable_prefix_caching: bool = _cache(True, "share the KV blocks of equal prompt beginnings")
+    prefix_cache_dir: str | None = _cache(
         None,
         "keep the KV blocks of prompt beginnings in this directory, like ~/.cache/chairlift-kv, so that a restarted engine does not "
         "compute them again; only those of requests without a cache salt and without a LoRA adapter",
         metavar="DIR",
-        group="cache",
     )
-    prefix_cache_disk: int = flag(
-        20 << 30, "maximum size of that directory, like 20G; the least recently used blocks are deleted", parse_size, group="cache"
+    prefix_cache_disk: int = _cache(
+        20 << 30, "maximum size of that directory, like 20G; the least recently used blocks are deleted", parse_size
     )
-    swap_space: int = flag(
-        0,
-        "host memory for the KV of preempted requests and parked sessions, like 4G; without it they are computed again",
-        parse_size,
-        group="cache",
+    swap_space: int = _cache(
+        0, "host memory for the KV of preempted requests and parked sessions, like 4G; without it they are computed again", parse_size
     )
-    watermark: float = flag(
-        0.05,
-        "share of the KV blocks kept free when a request is admitted, so that those running can grow",
-        float,
-        metavar="X",
-        group="cache",
+    watermark: float = _cache(
+        0.05, "share of the KV blocks kept free when a request is admitted, so that those running can grow", float, metavar="X"
     )
-    kv_reservation: str = flag(
+    kv_reservation: str = _cache(
         "watermark",
         "which KV blocks must be free for a request to be admitted: 'watermark' keeps --watermark free and preempts when that runs out; "
         "'max-tokens' reserves blocks for all that it may generate, and preempts nobody; 'peak' reserves for the estimated peak of all "
         "running requests",
         choices=("watermark", "max-tokens", "peak"),
-        group="cache",
     )
 
     def __post_init__(self) -> None:
