@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -184,22 +185,15 @@ class GenerationRequest(GenerationParams):
             raise InvalidRequest(
                 "truncate_prompt_tokens must be at least 1, or -1 for the whole context, got 0", param="truncate_prompt_tokens"
             )
-        fields: dict[str, Any] = {**defaults, "max_tokens": self.token_limit()}
-        fields |= self._set_fields("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        fields |= self._set_fields("ignore_eos", "min_tokens", "n", "best_of", "prompt_logprobs")
-        fields |= self._set_fields("include_stop_str_in_output", "skip_special_tokens")
-        fields["logprobs"] = self.num_logprobs()
+        fields: dict[str, Any] = {**defaults, **self._given(SamplingParams), "max_tokens": self.token_limit(), "logprobs": self.num_logprobs()}
         if self.top_p == 0:
             fields["top_p"] = LEAST_TOP_P
-        if self.top_k is not None:
-            fields["top_k"] = 0 if self.top_k == -1 else self.top_k  # clients use both for "off"
+        if self.top_k == -1:
+            fields["top_k"] = 0  # clients use both for "off"
         if self.stop is not None:
             if not isinstance(self.stop, (str, list)):
                 raise InvalidRequest(f"stop must be a string or a list of strings, got {brief(self.stop)}", param="stop")
             fields["stop"] = [text for text in self.stop if text != ""] if isinstance(self.stop, list) else self.stop or ()
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
-            if (listed := getattr(self, name)) is not None:
-                fields[name] = tuple(listed)
         if self.logit_bias is not None:
             fields["logit_bias"] = _biases(self.logit_bias)
         fields["structured_output"] = self.structured_output()
@@ -211,7 +205,7 @@ class GenerationRequest(GenerationParams):
         for name, header in (("deadline_ms", "x-request-deadline-ms"), ("ttft_deadline_ms", "x-request-ttft-deadline-ms")):
             if getattr(self, name) is None and header in headers:
                 fields[name] = _milliseconds(header, headers[header])
-        return replace(usual, **fields | self._set_fields("priority", "deadline_ms", "ttft_deadline_ms", "cache_salt", "predicted_tokens"))
+        return replace(usual, **fields | self._given(Scheduling))
 
     def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
         """Keeps the last `truncate_prompt_tokens` tokens of a prompt; -1 keeps those that leave room for the answer in the context."""
@@ -221,8 +215,11 @@ class GenerationRequest(GenerationParams):
             return prompt[-max(1, max_model_len - (self.token_limit() or 1)) :]
         return prompt[-self.truncate_prompt_tokens :]
 
-    def _set_fields(self, *names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    def _given(self, kind: type[SamplingParams | Scheduling]) -> dict[str, Any]:
+        """Returns what the request sets of the parameters of this kind, which have the names of its fields."""
+        names = {item.name for item in fields_of(kind)} & type(self).model_fields.keys()
+        values = ((name, getattr(self, name)) for name in names)
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values if value is not None}
 
 
 class CompletionRequest(GenerationRequest):
