@@ -35,13 +35,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-async def read_json(request: Request, *, queued: bool = True, counted: bool = True, required: bool = True) -> dict[str, Any]:
+async def read_json(
+    request: Request, *, queued: bool = True, counted: bool = True, computes: bool = True, required: bool = True
+) -> dict[str, Any]:
     """Reads the body as a JSON object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect.
 
-    The request is admitted before its body is parsed, unless it is not `counted`: raises ApiError 429, too. If it is `queued` for the
-    engine, it takes a place in the queue: raises ApiError 503, too. Unless it is `required`, an empty body is an object without fields.
+    The request is admitted before its body is parsed, unless it is not `counted`: raises ApiError 429, too, and 503 while no model serves
+    or holds new requests, unless it `computes` nothing. If it is `queued` for the engine, it takes a place in the queue: raises ApiError
+    503, too. Unless it is `required`, an empty body is an object without fields.
     """
-    if queued:
+    if counted and computes:
         service_of(request).check_admission()
     _check_media_type(request)
     if request.headers.get("content-encoding", "identity") != "identity":
@@ -57,10 +60,10 @@ async def read_json(request: Request, *, queued: bool = True, counted: bool = Tr
 
 
 async def read_fields(
-    request: Request, fields: type[F], *, queued: bool = True, counted: bool = True, required: bool = True
+    request: Request, fields: type[F], *, queued: bool = True, counted: bool = True, computes: bool = True, required: bool = True
 ) -> tuple[F, list[str]]:
     """Reads the body as these fields; returns them and the names of unknown ones. Raises what `read_json` raises, and InvalidRequest."""
-    body = await read_json(request, queued=queued, counted=counted, required=required)
+    body = await read_json(request, queued=queued, counted=counted, computes=computes, required=required)
     return await beside(request, fields.read, body)
 
 

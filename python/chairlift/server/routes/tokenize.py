@@ -39,10 +39,8 @@ class DetokenizeRequest(Fields):
 
 async def tokenize(request: Request) -> Response:
     """Returns the tokens of a text or a conversation, and their number."""
-    service = service_of(request)
-    service.check_admission()
     body, ignored = await read_fields(request, TokenizeRequest, queued=False)
-    model = await service.use(request, body.model)
+    model = await service_of(request).use(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either a prompt or messages", param="prompt")
     if body.prompt is None:
@@ -62,10 +60,8 @@ def _tokens_response(model: ServedModel, tokens: list[int], with_texts: bool, he
 
 async def detokenize(request: Request) -> Response:
     """Returns the text of tokens, including control tokens."""
-    service = service_of(request)
-    service.check_admission()
     body, ignored = await read_fields(request, DetokenizeRequest, queued=False)
-    model = await service.use(request, body.model)
+    model = await service_of(request).use(request, body.model)
     await beside(request, check_tokens, body.tokens, model.engine.info, "tokens")
     text = await asyncio.to_thread(model.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return Json({"prompt": text}, headers=ignored_header(ignored))

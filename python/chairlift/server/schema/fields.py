@@ -185,7 +185,12 @@ class GenerationRequest(GenerationParams):
             raise InvalidRequest(
                 "truncate_prompt_tokens must be at least 1, or -1 for the whole context, got 0", param="truncate_prompt_tokens"
             )
-        fields: dict[str, Any] = {**defaults, **self._given(SamplingParams), "max_tokens": self.token_limit(), "logprobs": self.num_logprobs()}
+        fields: dict[str, Any] = {
+            **defaults,
+            **self._given(SamplingParams),
+            "max_tokens": self.token_limit(),
+            "logprobs": self.num_logprobs(),
+        }
         if self.top_p == 0:
             fields["top_p"] = LEAST_TOP_P
         if self.top_k == -1:

@@ -34,10 +34,9 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """Returns the number of tokens of a conversation, including the chat template's."""
-    service = service_of(request)
-    service.check_admission()
     body, ignored = await read_fields(request, CountRequest, queued=False)
-    tokens = await prompt_of(request, await service.use(request, body.model), await beside(request, body.chat), must_fit=False)
+    model, chat = await service_of(request).use(request, body.model), await beside(request, body.chat)
+    tokens = await prompt_of(request, model, chat, must_fit=False)
     return Json({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
 

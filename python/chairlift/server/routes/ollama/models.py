@@ -63,10 +63,8 @@ async def ps(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """Describes a model, which is loaded for that; raises ApiError 404 for an unknown one."""
-    service = service_of(request)
-    service.check_admission()
     body, ignored = await read_fields(request, ShowRequest, queued=False)
-    model = await service.use(request, served_name(body.model or body.name))
+    model = await service_of(request).use(request, served_name(body.model or body.name))
     template = model.engine.tokenizer.template_source
     names = {"generate": "completion", "embed": "embedding"}
     capabilities = [names[task] for task in model.tasks()]

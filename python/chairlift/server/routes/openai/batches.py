@@ -42,7 +42,7 @@ async def create_batch(request: Request) -> Response:
     """Creates a batch of an uploaded file."""
     service = service_of(request)
     storage = service.data
-    body, ignored = await read_fields(request, BatchCreateRequest, queued=False)
+    body, ignored = await read_fields(request, BatchCreateRequest, queued=False, computes=False)
     if body.endpoint == "/v1/embeddings" and len(service.models) == 1:
         check_embeds((await service.use(request, None)).engine.info)
     if body.endpoint not in ENDPOINTS:

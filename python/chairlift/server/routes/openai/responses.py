@@ -51,10 +51,8 @@ async def responses(request: Request) -> Response:
 
 async def input_tokens(request: Request) -> Response:
     """Returns the number of tokens of a conversation, including the chat template's."""
-    service = service_of(request)
-    service.check_admission()
     body, ignored = await read_fields(request, ResponsesRequest, queued=False)
-    model, chat = await service.use(request, body.model), await beside(request, body.chat)
+    model, chat = await service_of(request).use(request, body.model), await beside(request, body.chat)
     with renamed_fields(FIELD_NAMES):
         tokens = await prompt_of(request, model, chat, must_fit=False)
     return Json({"object": "response.input_tokens", "input_tokens": len(tokens)}, headers=ignored_header(ignored))
