@@ -115,10 +115,8 @@ class LLM:
         "deadline"; neither affects the others.
         """
         self._local.check_ready()
-        params = sampling(params, sampling_params)
         many = [prompts] if isinstance(prompts, LiveSequence) else listed(prompts)
-        each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(many))
-        treated = _one_each("scheduling", Scheduling, scheduling, len(many))
+        each, treated = self._one_each(len(many), sampling(params, sampling_params), scheduling)
         requests: list[tuple[Callable[[], Coroutine[Any, None, list[RequestOutput]]], SamplingParams]] = []
         for index, (prompt, one, own) in enumerate(zip(many, each, treated, strict=True)):
             with _naming(index):
@@ -181,9 +179,7 @@ class LLM:
         With `best_of`, the `n` best outputs are yielded whole at the end. Closing the generator, or leaving its loop, aborts the request.
         Several streams may be open: each runs while any of them is read. Errors as in `generate`.
         """
-        params = sampling(params, sampling_params)
-        (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
-        (own,) = _one_each("scheduling", Scheduling, scheduling, 1)
+        [one], [own] = self._one_each(1, sampling(params, sampling_params), scheduling)
         if isinstance(prompt, LiveSequence):
             prompt.check_engine(self._local)
             return prompt.stream(one, scheduling=own)
@@ -211,14 +207,12 @@ class LLM:
         """
         options = ChatOptions(tools, tool_choice, chat_template_kwargs, add_generation_prompt, continue_final_message)
         conversations: list[Any] = list(messages) if isinstance(messages, list | tuple) and not _is_conversation(messages) else [messages]
-        params = sampling(params, sampling_params)
-        each = _one_each("params", SamplingParams, self.default_params() if params is None else params, len(conversations))
+        each, given = self._one_each(len(conversations), sampling(params, sampling_params), scheduling)
         chats = []
         for index, (conversation, one) in enumerate(zip(conversations, each, strict=True)):
             with _naming(index):
                 chats.append(self._chat(conversation, one, options))
         prompts, params = [chat.prompt for chat in chats], [chat.params for chat in chats]
-        given = _one_each("scheduling", Scheduling, scheduling, len(chats))
         treated = [chat.scheduling(own) for chat, own in zip(chats, given, strict=True)]
         outputs = self.generate(prompts, params, scheduling=treated, progress=progress)
         return [chat.separate(output) for chat, output in zip(chats, outputs, strict=True)]
@@ -238,9 +232,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Answers one conversation as `chat` does, in increments as `stream` does. The last increment has the tool calls."""
         options = ChatOptions(tools, tool_choice, chat_template_kwargs, add_generation_prompt, continue_final_message)
-        params = sampling(params, sampling_params)
-        (one,) = _one_each("params", SamplingParams, self.default_params() if params is None else params, 1)
-        (own,) = _one_each("scheduling", Scheduling, scheduling, 1)
+        [one], [own] = self._one_each(1, sampling(params, sampling_params), scheduling)
         chat = self._chat(messages, one, options)
         return _separated(chat, self.stream(chat.prompt, chat.params, scheduling=chat.scheduling(own)))
 
@@ -261,6 +253,11 @@ class LLM:
     def default_params(self, **settings: Any) -> SamplingParams:
         """Returns the checkpoint's recommended sampling parameters (`--generation-config`), overridden by `settings`."""
         return self._local.default_params(**settings)
+
+    def _one_each(self, count: int, params: Any, scheduling: Any) -> tuple[list[SamplingParams], list[Scheduling]]:
+        """Returns the parameters of each of `count` prompts. Raises InvalidRequest."""
+        params = self.default_params() if params is None else params
+        return _one_each("params", SamplingParams, params, count), _one_each("scheduling", Scheduling, scheduling, count)
 
     def _chat(self, conversation: object, params: SamplingParams, options: ChatOptions) -> Chat:
         from chairlift.engine.chat import Chat  # imports pydantic
