@@ -13,6 +13,7 @@ from chairlift.settings import parse_size
 from chairlift.svg import Svg
 
 Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
 
 
 def reader(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -29,41 +30,32 @@ def reader(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 def whole(least: int, most: int) -> Callable[[str], int]:
     """A reader of whole numbers from `least` to `most`."""
-
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text:.50}")
-        return number
-
-    return read
+    return _within(int, least, most, f"a whole number from {least:,} to {most:,}")
 
 
 def number(least: float, most: float, *, infinite: bool = False) -> Callable[[str], float]:
     """A reader of numbers from `least` to `most`, and of inf where `infinite`."""
-
-    def read(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not (least <= number <= most or (infinite and number == math.inf)):
-            raise argparse.ArgumentTypeError(f"expected a number from {least:,g} to {most:,.12g}{', or inf' * infinite}, got {text:.50}")
-        return number
-
-    return read
+    expected = f"a number from {least:,g} to {most:,.12g}{', or inf' * infinite}"
+    return _within(float, least, most, expected, also=math.inf if infinite else most)
 
 
 def size(least: int, most: int) -> Callable[[str], int]:
     """A reader of sizes such as 32k or 2G from `least` to `most`."""
+    return _within(reader(parse_size), least, most, f"a size from {least:,} to {most:,}")
 
-    def read(text: str) -> int:
-        number = reader(parse_size)(text)
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"expected a size from {least:,} to {most:,}, got {text:.50}")
+
+def _within(
+    parse: Callable[[str], Number], least: Number, most: Number, expected: str, also: Number | None = None
+) -> Callable[[str], Number]:
+    """A reader of numbers from `least` to `most`, and of `also`; its complaint says what is `expected`."""
+
+    def read(text: str) -> Number:
+        try:
+            number = parse(text)
+            if not (least <= number <= most or number == also):
+                raise ValueError
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text:.50}") from None
         return number
 
     return read
