@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Self
@@ -236,33 +236,30 @@ class HeldSequence:
             raise InvalidRequest("this live sequence belongs to another tenant or cache_salt", param="scheduling", code="not_owner")
         return given
 
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[array[int]]:
+    def generating(self) -> AbstractContextManager[array[int]]:
         """Runs a generation in the block. Yields its prompt. Raises SequenceBusy and SequenceDropped.
 
         The prompt is an array, because a list of a million tokens takes 30 ms to pack for the engine.
         """
-        self.begin(_GENERATING)
-        try:
-            yield self._token_ids
-        finally:
-            self.end()
+        return self._running(_GENERATING)
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[array[int]]:
+    def computing(self) -> AbstractContextManager[array[int]]:
         """Runs a request that only computes, in the block. Yields its prompt. Raises SequenceBusy and SequenceDropped."""
-        self.begin(_COMPUTING)
-        try:
-            yield self._token_ids[:-1]
-        finally:
-            self.end()
+        return self._running(_COMPUTING)
 
-    def begin(self, state: HeldState) -> None:
-        """Begins to compute or generate. Raises SequenceBusy and SequenceDropped."""
+    @contextmanager
+    def _running(self, state: HeldState) -> Iterator[array[int]]:
         with self._held.lock:
             self._check_idle()
             self._count_idle_time()
             self._state, self.expires = state, math.inf
+        try:
+            yield self._token_ids if state is _GENERATING else self._token_ids[:-1]
+        finally:  # without `finish`, the sequence stays as it was
+            self._tag = None
+            if self._state is not _DROPPED:
+                self._state, self._idle_since = _IDLE, time.monotonic()
+                self._renew()
 
     def continued_by(self, tag: int) -> Continues:
         """Called when the request `tag` is about to continue it, from the tokens that the engine may hold."""
@@ -280,13 +277,6 @@ class HeldSequence:
             self._token_ids = self._token_ids + array("i", [token for token, _ in pairs])
             self._set_logprobs([*self._logprobs, *((start + index, one.logprob) for index, (_, one) in enumerate(pairs))])
             self._computed = len(self._token_ids)
-
-    def end(self) -> None:
-        """Ends what `begin` began. Without `finish`, the sequence stays as it was."""
-        self._tag = None
-        if self._state is not _DROPPED:
-            self._state, self._idle_since = _IDLE, time.monotonic()
-            self._renew()
 
     def release(self) -> int | None:
         """Drops the sequence, unless it was dropped. Returns the tag of the request that continues it, which must be aborted."""
@@ -321,8 +311,8 @@ class HeldSequence:
         self._token_ids = self._token_ids + array("i", tokens)
         self._renew()
 
-    def _forks(self, count: int) -> list[Self]:
-        """Makes `count` idle copies, all or none. Raises InvalidRequest, TooManySequences and SequenceDropped."""
+    def fork_now(self, count: int) -> list[Self]:
+        """Like `AsyncLiveSequence.fork`, but each copy computes on its own what was appended and not computed. Errors as there."""
         integer("count", count, 1, 2**31 - 1)
         with self._held.lock:
             return self._copies(count)
