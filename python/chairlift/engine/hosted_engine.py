@@ -123,10 +123,6 @@ class HostedEngine:
             case task:
                 task()
 
-    def save(self, seconds: float) -> None:
-        """Writes the KV of prompt beginnings to disk, if there is a directory for it, for at most so long."""
-        self.engine.save_prefixes(seconds)
-
     def close(self) -> None:
         """Ends the engine and lets go of it."""
         try:

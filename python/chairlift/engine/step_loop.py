@@ -69,7 +69,7 @@ class StepLoop:
             while going and self._take_frames():
                 self._step()
             for hosted in self._engines.values():
-                hosted.save(SAVE_SECONDS / len(self._engines))
+                hosted.engine.save_prefixes(SAVE_SECONDS / len(self._engines))
         finally:
             for hosted in self._engines.values():
                 hosted.close()
@@ -266,7 +266,7 @@ class StepLoop:
         try:
             if hosted is not None:
                 if reply:  # otherwise it has failed
-                    hosted.save(SAVE_SECONDS)
+                    hosted.engine.save_prefixes(SAVE_SECONDS)
                 hosted.close()
         except Exception:
             log.exception("an engine could not be closed")
