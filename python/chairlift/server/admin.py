@@ -69,7 +69,7 @@ class AdminApp:
                 "/models/restart",
                 _changing(
                     "Begins to restart a model's engines one after the other.",
-                    lambda loader, model: loader.restart(model, self._drain_seconds),
+                    lambda loader, model: loader.keeper(model).restart(self._drain_seconds),
                 ),
                 methods=["POST"],
             ),

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from chairlift.engine.background import cancel
 from chairlift.server.engine_keeper import EngineKeeper
@@ -16,10 +15,6 @@ from chairlift.server.errors import ApiError, unavailable
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.load_policy import Action, LoadPolicy, Stage
 from chairlift.server.model import ServedModel
-
-if TYPE_CHECKING:
-    from chairlift.config import EngineConfig
-    from chairlift.engine.engine_process import EngineProcess
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +58,9 @@ class ModelLoader:
         self._policy.stop(model.name)
         self._advance()
 
-    def restart(self, model: ServedModel, seconds: float) -> None:
-        """Begins to restart the engines of a loaded model one after the other: see `EngineKeeper.restart`."""
-        self._keepers[model.name].restart(seconds)
-
-    def join(self, model: ServedModel, process: EngineProcess, config: EngineConfig, drain_seconds: float) -> None:
-        """Adds an engine of another machine to a model's: see `EngineKeeper.join`."""
-        self._keepers[model.name].join(process, config, drain_seconds)
+    def keeper(self, model: ServedModel) -> EngineKeeper:
+        """The owner of a model's engines."""
+        return self._keepers[model.name]
 
     def uses(self, model: ServedModel) -> int:
         """Requests that need the model."""

@@ -122,7 +122,7 @@ class Supervisor:
     def join(self, process: JoinedProcess, config: EngineConfig) -> None:
         """Adds an engine of another machine to those of the only model, with these settings."""
         engine = EngineProcess(joined=process, exclusive=True)
-        self._service.loader.join(self._service.default, engine, config, self._config.shutdown_timeout)
+        self._service.loader.keeper(self._service.default).join(engine, config, self._config.shutdown_timeout)
 
     async def run(self, listener: socket.socket, starting: asyncio.Task[None] | None = None) -> int:
         """Serves on `listener` until a signal. Returns the exit status.
