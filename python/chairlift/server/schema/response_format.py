@@ -18,42 +18,31 @@ MAX_TAGS = 256
 """Maximum number of structures, and of triggers, of a structural tag."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def object_schema(required: dict[str, Any], *, closed: bool = False, **optional: Any) -> dict[str, Any]:
+    """Returns the JSON schema of an object with `required` fields and optional ones; if it is `closed`, with no others."""
+    others = {"additionalProperties": False} if closed else {}
+    return {"type": "object", "properties": required | optional, "required": list(required), **others}
+
+
+_LIST = {"type": "array", "minItems": 1, "maxItems": MAX_TAGS}
+_NAMED_SCHEMA = object_schema({"schema": {"type": "object"}}, name={"type": "string"}, strict={"type": "boolean"})
 _RESPONSE_FORMAT = {
     "oneOf": [
-        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"], "additionalProperties": False},
-        {
-            "type": "object",
-            "properties": {"type": {"const": "json_object"}, "schema": {"type": "object"}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["json", "json_object", "json_schema", "regex"]}, "value": {"type": ["object", "string"]}},
-            "required": ["type", "value"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {
+        object_schema({"type": {"const": "text"}}, closed=True),
+        object_schema({"type": {"const": "json_object"}}, closed=True, schema={"type": "object"}),
+        object_schema(
+            {"type": {"enum": ["json", "json_object", "json_schema", "regex"]}, "value": {"type": ["object", "string"]}}, closed=True
+        ),
+        object_schema(
+            {
                 "type": {"const": "structural_tag"},
-                "structures": {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": MAX_TAGS},
-                "triggers": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_TAGS},
-            },
-            "required": ["type", "structures", "triggers"],
-        },
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}, "schema": {"type": "object"}, "strict": {"type": "boolean"}},
-                    "required": ["schema"],
-                },
-            },
-            "required": ["type", "json_schema"],
-        },
+                "structures": {**_LIST, "items": {"type": "object"}},
+                "triggers": {**_LIST, "items": {"type": "string"}},
+            }
+        ),
+        object_schema({"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA}),
     ]
 }
 _KIND_SCHEMAS: dict[str, Any] = {
@@ -66,12 +55,9 @@ _KIND_SCHEMAS: dict[str, Any] = {
 }
 _STRUCTURED = {
     "oneOf": [
-        {
-            "type": "object",
-            "properties": {kind: schema, "disable_any_whitespace": {"type": "boolean"} if kind in JSON_STRUCTURES else {"const": False}},
-            "required": [kind],
-            "additionalProperties": False,
-        }
+        object_schema(
+            {kind: schema}, closed=True, disable_any_whitespace={"type": "boolean"} if kind in JSON_STRUCTURES else {"const": False}
+        )
         for kind, schema in _KIND_SCHEMAS.items()
     ]
 }

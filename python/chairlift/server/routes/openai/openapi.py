@@ -35,6 +35,7 @@ from chairlift.server.routes.sequences import (
 from chairlift.server.routes.sessions import CloseSessionRequest
 from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from chairlift.server.schema.fields import REQUEST_ID, CompletionRequest
+from chairlift.server.schema.response_format import object_schema
 from chairlift.server.service import service_of
 
 
@@ -158,7 +159,7 @@ def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, s
 def _upload() -> dict[str, Any]:
     failures = _MALFORMED | _REJECTED | {507: "No space"}
     operation = _operation("Upload a file", {"application/json": {"schema": _ref("File")}}, failures, "SharedError")
-    schema = _object({"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}})
+    schema = object_schema({"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}})
     return operation | {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
@@ -198,11 +199,6 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
-    """An object schema with `required` fields and optional ones."""
-    return {"type": "object", "properties": required | optional, "required": list(required)}
-
-
 def _list(of: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": of}
 
@@ -212,9 +208,9 @@ def _or_null(type: str) -> dict[str, Any]:
 
 
 _STRING, _INTEGER, _NUMBER, _OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "object"}
-_USAGE = _object(
+_USAGE = object_schema(
     {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
-    prompt_tokens_details=_object({"cached_tokens": _INTEGER, "cache_write_tokens": _INTEGER}),
+    prompt_tokens_details=object_schema({"cached_tokens": _INTEGER, "cache_write_tokens": _INTEGER}),
 )
 _COMPUTED = {"determinism": {"enum": ["batch-invariant", "best-effort"]}, "arithmetic": _STRING}
 _HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, **_COMPUTED}
@@ -228,44 +224,45 @@ _FAILURE = {"message": _STRING, "type": _STRING, "param": _or_null("string"), "c
 
 # Schemas of responses: the fields that clients may rely on.
 _RESPONSES: dict[str, Any] = {
-    "Error": _object({"error": _object(_FAILURE)}, usage=_USAGE),
-    "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_FAILURE), "request_id": _STRING}),
+    "Error": object_schema({"error": object_schema(_FAILURE)}, usage=_USAGE),
+    "AnthropicError": object_schema({"type": {"const": "error"}, "error": object_schema(_FAILURE), "request_id": _STRING}),
     "SharedError": {"anyOf": [_ref("Error"), _ref("AnthropicError")]},
-    "OllamaError": _object({"error": _STRING}),
-    "OllamaStatus": _object({"status": _STRING}),
-    "OllamaAnswer": _object(
+    "OllamaError": object_schema({"error": _STRING}),
+    "OllamaStatus": object_schema({"status": _STRING}),
+    "OllamaAnswer": object_schema(
         {"model": _STRING, "created_at": _STRING, "done": {"const": True}, "done_reason": _STRING},
         message=_OBJECT,
         response=_STRING,
         prompt_eval_count=_INTEGER,
         eval_count=_INTEGER,
     ),
-    "OllamaEmbeddings": _object({"model": _STRING, "embeddings": _list(_list(_NUMBER))}, prompt_eval_count=_INTEGER),
-    "OllamaEmbedding": _object({"embedding": _list(_NUMBER)}),
-    "OllamaModel": _object({"template": _STRING, "capabilities": _list(_STRING), "model_info": _OBJECT}),
-    "OllamaModels": _object({"models": _list(_object({"name": _STRING, "model": _STRING, "modified_at": _STRING}))}),
-    "Completion": _object(
-        {**_HEAD, "choices": _list(_object({**_ENDED, "text": _STRING, "logprobs": _or_null("object")})), "usage": _USAGE}, metrics=_OBJECT
-    ),
-    "ChatCompletion": _object(
-        {**_HEAD, "choices": _list(_object({**_ENDED, "message": _OBJECT, "logprobs": _or_null("object")})), "usage": _USAGE},
+    "OllamaEmbeddings": object_schema({"model": _STRING, "embeddings": _list(_list(_NUMBER))}, prompt_eval_count=_INTEGER),
+    "OllamaEmbedding": object_schema({"embedding": _list(_NUMBER)}),
+    "OllamaModel": object_schema({"template": _STRING, "capabilities": _list(_STRING), "model_info": _OBJECT}),
+    "OllamaModels": object_schema({"models": _list(object_schema({"name": _STRING, "model": _STRING, "modified_at": _STRING}))}),
+    "Completion": object_schema(
+        {**_HEAD, "choices": _list(object_schema({**_ENDED, "text": _STRING, "logprobs": _or_null("object")})), "usage": _USAGE},
         metrics=_OBJECT,
     ),
-    "CreateEmbeddingResponse": _object(
+    "ChatCompletion": object_schema(
+        {**_HEAD, "choices": _list(object_schema({**_ENDED, "message": _OBJECT, "logprobs": _or_null("object")})), "usage": _USAGE},
+        metrics=_OBJECT,
+    ),
+    "CreateEmbeddingResponse": object_schema(
         {
             **_HEAD,
-            "data": _list(_object({"object": {"const": "embedding"}, "index": _INTEGER, "embedding": {"type": ["array", "string"]}})),
-            "usage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
+            "data": _list(object_schema({"object": {"const": "embedding"}, "index": _INTEGER, "embedding": {"type": ["array", "string"]}})),
+            "usage": object_schema({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
         }
     ),
-    "Ranking": _object(
+    "Ranking": object_schema(
         {
             **_HEAD,
-            "results": _list(_object({"index": _INTEGER, "relevance_score": _NUMBER}, document=_OBJECT)),
-            "usage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
+            "results": _list(object_schema({"index": _INTEGER, "relevance_score": _NUMBER}, document=_OBJECT)),
+            "usage": object_schema({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
         }
     ),
-    "Response": _object(
+    "Response": object_schema(
         {
             "id": _STRING,
             "object": {"const": "response"},
@@ -273,24 +270,24 @@ _RESPONSES: dict[str, Any] = {
             "status": {"enum": ["completed", "incomplete"]},
             "model": _STRING,
             **_COMPUTED,
-            "output": _list(_object({"type": {"enum": _ITEMS}, "id": _STRING, "status": _STRING})),
-            "usage": _object({"input_tokens": _INTEGER, "output_tokens": _INTEGER, "total_tokens": _INTEGER}),
+            "output": _list(object_schema({"type": {"enum": _ITEMS}, "id": _STRING, "status": _STRING})),
+            "usage": object_schema({"input_tokens": _INTEGER, "output_tokens": _INTEGER, "total_tokens": _INTEGER}),
         },
         metrics=_OBJECT,
     ),
-    "AnthropicMessage_": _object(
+    "AnthropicMessage_": object_schema(
         {
             "id": _STRING,
             "type": {"const": "message"},
             "role": {"const": "assistant"},
             "model": _STRING,
             **_COMPUTED,
-            "content": _list(_object({"type": {"enum": ["thinking", "text", "tool_use"]}})),
+            "content": _list(object_schema({"type": {"enum": ["thinking", "text", "tool_use"]}})),
             "stop_reason": {"enum": ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]},
             "stop_sequence": _or_null("string"),
             "stop_details": _or_null("object"),
             "container": _or_null("object"),
-            "usage": _object(
+            "usage": object_schema(
                 {"input_tokens": _INTEGER, "output_tokens": _INTEGER, "output_tokens_details": _or_null("object")},
                 server_tool_use=_or_null("object"),
                 service_tier=_or_null("string"),
@@ -299,34 +296,36 @@ _RESPONSES: dict[str, Any] = {
         },
         metrics=_OBJECT,
     ),
-    "InputTokens": _object({"object": {"const": "response.input_tokens"}, "input_tokens": _INTEGER}),
-    "TokenCount": _object({"input_tokens": _INTEGER}),
-    "Tokens": _object({"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _list(_INTEGER), "token_strs": _or_null("array")}),
-    "Text": _object({"prompt": _STRING}),
-    "ClosedSession": _object({"session_id": _STRING}),
-    "Model": _object(
+    "InputTokens": object_schema({"object": {"const": "response.input_tokens"}, "input_tokens": _INTEGER}),
+    "TokenCount": object_schema({"input_tokens": _INTEGER}),
+    "Tokens": object_schema({"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _list(_INTEGER), "token_strs": _or_null("array")}),
+    "Text": object_schema({"prompt": _STRING}),
+    "ClosedSession": object_schema({"session_id": _STRING}),
+    "Model": object_schema(
         {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "max_model_len": _or_null("integer"), "status": _STRING}
     ),
-    "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model")), "has_more": {"type": "boolean"}}),
-    "File": _object(
+    "Models": object_schema({"object": {"const": "list"}, "data": _list(_ref("Model")), "has_more": {"type": "boolean"}}),
+    "File": object_schema(
         {"id": _STRING, "object": {"const": "file"}, "bytes": _INTEGER, "created_at": _INTEGER, "filename": _STRING, "purpose": _STRING},
         expires_at=_or_null("integer"),
     ),
-    "Files": _object({"object": {"const": "list"}, "data": _list(_ref("File")), "has_more": {"type": "boolean"}}),
-    "Deleted": _object({"id": _STRING, "object": {"const": "file"}, "deleted": {"const": True}}),
-    "Batch": _object(
+    "Files": object_schema({"object": {"const": "list"}, "data": _list(_ref("File")), "has_more": {"type": "boolean"}}),
+    "Deleted": object_schema({"id": _STRING, "object": {"const": "file"}, "deleted": {"const": True}}),
+    "Batch": object_schema(
         {"id": _STRING, "object": {"const": "batch"}, "status": _STRING, "input_file_id": _STRING, "request_counts": _OBJECT},
         output_file_id=_or_null("string"),
         error_file_id=_or_null("string"),
     ),
-    "Batches": _object({"object": {"const": "list"}, "data": _list(_ref("Batch")), "has_more": {"type": "boolean"}}),
-    "DeletedSequence": _object({"id": _STRING, "object": {"const": "sequence"}, "deleted": {"const": True}}),
-    "Sequence": _object(_SEQUENCE, text=_STRING),
-    "Sequences": _object({"object": {"const": "list"}, "data": _list(_ref("Sequence"))}),
-    "SequenceCompletion": {"allOf": [_ref("Completion"), _object({"sequence": _ref("Sequence")})]},
-    "Explanation": _object({"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}, cache_miss=_OBJECT),
-    "TokenizerInfo": _object({"vocab_size": _INTEGER, "chat_template": _or_null("string")}),
-    "Index": _object({"name": _STRING, "version": _STRING, "model": _STRING, "links": _OBJECT}),
-    "Version": _object({"version": _STRING}),
-    "Status": _object({"status": _STRING}),
+    "Batches": object_schema({"object": {"const": "list"}, "data": _list(_ref("Batch")), "has_more": {"type": "boolean"}}),
+    "DeletedSequence": object_schema({"id": _STRING, "object": {"const": "sequence"}, "deleted": {"const": True}}),
+    "Sequence": object_schema(_SEQUENCE, text=_STRING),
+    "Sequences": object_schema({"object": {"const": "list"}, "data": _list(_ref("Sequence"))}),
+    "SequenceCompletion": {"allOf": [_ref("Completion"), object_schema({"sequence": _ref("Sequence")})]},
+    "Explanation": object_schema(
+        {"id": _STRING, "object": {"const": "request.explanation"}, "sequences": _list(_OBJECT)}, cache_miss=_OBJECT
+    ),
+    "TokenizerInfo": object_schema({"vocab_size": _INTEGER, "chat_template": _or_null("string")}),
+    "Index": object_schema({"name": _STRING, "version": _STRING, "model": _STRING, "links": _OBJECT}),
+    "Version": object_schema({"version": _STRING}),
+    "Status": object_schema({"status": _STRING}),
 }
