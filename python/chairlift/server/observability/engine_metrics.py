@@ -120,7 +120,7 @@ class _UsageByLabel:
             self._sums = {label: sums for label, sums in self._sums.items() if label in now}
         for name, key, help in self._gauges:
             values = {label: counts[key] for label, counts in now.items()}
-            yield _gauge(f"{name}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
+            yield gauge(f"{name}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
         for name, key, unit, help in self._counters:
             values = {label: self._sums[label][key] * unit for label in now}
             yield _counter(f"{name}_by_{self._by}", f"{help}, by {self._by}.", common, values, self._label)
@@ -225,10 +225,10 @@ class EngineMetrics:
             ("predicted_wait_seconds", stats.predicted_wait_us / 1e6, "Expected wait of a request that arrives now."),
             ("predicted_step_seconds", stats.predicted_step_us / 1e6, "Expected duration of the newest step."),
         ):
-            yield _gauge(name, help, common, {None: value})
+            yield gauge(name, help, common, {None: value})
         waiting = dict.fromkeys(_REASONS, 0)
         waiting |= {state.removeprefix("wait_"): count for state, count in stats.waiting_by_state.items()}
-        yield _gauge("num_requests_waiting_by_reason", "Requests in the queue, by what they wait for.", common, waiting, "reason")
+        yield gauge("num_requests_waiting_by_reason", "Requests in the queue, by what they wait for.", common, waiting, "reason")
         for name, key, help in COUNTERS:
             yield _counter(name, help, common, {None: self._count(key)})
         if stats.energy_uj is not None:
@@ -253,7 +253,7 @@ class EngineMetrics:
             yield from usage_by_label.families(common, getattr(stats, key))
         if replica is not None and (info := replica.engine.info).model:
             config = {label: str(getattr(info, name)) for label, name in _CONFIG.items()}
-            yield _gauge("cache_config_info", "Size of the KV cache and limits, as labels; always 1.", {**common, **config}, {None: 1})
+            yield gauge("cache_config_info", "Size of the KV cache and limits, as labels; always 1.", {**common, **config}, {None: 1})
 
     def end(self, replica: Replica) -> None:
         """Keeps the last counters of an engine."""
@@ -275,16 +275,17 @@ class EngineMetrics:
         return self._before[key] + now
 
 
-def _gauge(name: str, help: str, common: Mapping[str, str], values: Mapping[Any, float], label: str | None = None) -> _Family:
-    return _filled(GaugeMetricFamily(f"chairlift_{name}", help, labels=[*common, *([label] if label else [])]), common, values)
+def gauge(name: str, help: str, common: Mapping[str, str], values: Mapping[Any, float], *labels: str) -> _Family:
+    """Returns a gauge with a sample for each of `values`, by the values of its `labels`: one, or a tuple; None without labels."""
+    return _filled(GaugeMetricFamily(f"chairlift_{name}", help, labels=[*common, *labels]), common, values)
 
 
-def _counter(name: str, help: str, common: Mapping[str, str], values: Mapping[Any, float], label: str | None = None) -> _Family:
-    return _filled(CounterMetricFamily(f"chairlift_{name}", help, labels=[*common, *([label] if label else [])]), common, values)
+def _counter(name: str, help: str, common: Mapping[str, str], values: Mapping[Any, float], *labels: str) -> _Family:
+    return _filled(CounterMetricFamily(f"chairlift_{name}", help, labels=[*common, *labels]), common, values)
 
 
 def _filled(family: _Family, common: Mapping[str, str], values: Mapping[Any, float]) -> _Family:
-    """Adds one sample for each label value; the key None stands for the only sample of a family without labels."""
-    for label, value in values.items():
-        family.add_metric([*common.values(), *([] if label is None else [label])], value)
+    for key, value in values.items():
+        own = () if key is None else key if isinstance(key, tuple) else (key,)
+        family.add_metric([*common.values(), *own], value)
     return family

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from chairlift.server.observability.engine_metrics import gauge
 
 WINDOW = 60.0
 """The longest callback is that of the last one to two times this many seconds."""
@@ -72,9 +73,7 @@ class LoopMonitor(Collector):
         """Yields the metrics."""
         seconds, name = self.longest
         help = "CPU time of the longest callback of the event loop in the last minute or two, with its name; 0 if none took 5 ms."
-        family = GaugeMetricFamily("chairlift_event_loop_longest_callback_seconds", help, labels=[*self._labels, "callback"])
-        family.add_metric([*self._labels.values(), name], seconds)
-        yield family
+        yield gauge("event_loop_longest_callback_seconds", help, self._labels, {name: seconds}, "callback")
         yield from self._lag_family.collect()
 
     def measure(self, handle: Any) -> None:

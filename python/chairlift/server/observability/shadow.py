@@ -10,10 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from prometheus_client import Metric
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from chairlift.server.observability.engine_metrics import NO_TENANT
+from chairlift.server.observability.engine_metrics import NO_TENANT, gauge
 
 log = logging.getLogger(__name__)
 
@@ -61,31 +60,24 @@ class Shadow(Collector):
         """Yields the metrics."""
         report = self.report or {"tenants": {}, "covered": None, "proposal": None}
         for name, help, quantiles in _FAMILIES:
-            by = [*self._labels, "tenant", "run", *(["quantile"] if len(quantiles) > 1 else [])]
             text = f"{help} of the last ten minutes, by tenant: recorded, simulated, and simulated with the settings of the shadow."
-            family = GaugeMetricFamily(f"chairlift_shadow_{name}", text, labels=by)
-            for tenant, runs in report["tenants"].items():
-                for run, figures in runs.items():
-                    for quantile, key in quantiles.items():
-                        labels = [*self._labels.values(), tenant or NO_TENANT, run, *([quantile] if quantile else [])]
-                        if figures[key] is not None:
-                            family.add_metric(labels, figures[key])
-            yield family
-        covered = GaugeMetricFamily(
-            "chairlift_shadow_covered_share",
-            "Share of the requests that the shadow simulated; others were more than its 2 % of a core allow.",
-            labels=list(self._labels),
-        )
-        if report["covered"] is not None:
-            covered.add_metric(list(self._labels.values()), report["covered"])
-        yield covered
-        proposed = GaugeMetricFamily(
-            "chairlift_shadow_proposed_change",
-            "Relative change of a latency by the change of settings that the shadow proposes, and the bounds of its uncertainty.",
-            labels=[*self._labels, "setting", "figure", "bound"],
-        )
+            several = len(quantiles) > 1
+            values = {
+                (tenant or NO_TENANT, run, *([quantile] if several else [])): figures[key]
+                for tenant, runs in report["tenants"].items()
+                for run, figures in runs.items()
+                for quantile, key in quantiles.items()
+                if figures[key] is not None
+            }
+            yield gauge(f"shadow_{name}", text, self._labels, values, "tenant", "run", *(["quantile"] if several else []))
+        text = "Share of the requests that the shadow simulated; others were more than its 2 % of a core allow."
+        covered = {} if report["covered"] is None else {None: report["covered"]}
+        yield gauge("shadow_covered_share", text, self._labels, covered)
+        text = "Relative change of a latency by the change of settings that the shadow proposes, and the bounds of its uncertainty."
         proposal = report["proposal"] or {"figures": {}}
-        for name, figure in proposal["figures"].items():
-            for bound, key in _BOUNDS.items():
-                proposed.add_metric([*self._labels.values(), proposal["settings"], name, bound], figure[key])
-        yield proposed
+        changes = {
+            (proposal["settings"], name, bound): figure[key]
+            for name, figure in proposal["figures"].items()
+            for bound, key in _BOUNDS.items()
+        }
+        yield gauge("shadow_proposed_change", text, self._labels, changes, "setting", "figure", "bound")
