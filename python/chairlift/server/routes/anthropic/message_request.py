@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
@@ -225,7 +225,7 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
         match block:
             case {"type": "tool_result"}:
                 id = _string(block, "tool_use_id", f"{where}[{index}]")
-                result = _result(block.get("content") or "", f"{where}[{index}].content")
+                result = _text(block.get("content") or "", f"{where}[{index}].content", _result_block)
                 if block.get("is_error") is True:
                     result = f"Error: {result}" if result else "Error"
                 results.append({"role": "tool", "tool_call_id": id, "content": result})
@@ -234,18 +234,12 @@ def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
     return [*results, *([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])]
 
 
-def _result(content: object, where: str) -> str:
-    """Returns a tool's result as text, with notes on what the model cannot read."""
-    if not isinstance(content, list):
-        return _text(content, where)
-    texts = []
-    for index, block in enumerate(content):
-        match block:
-            case {"type": "image" as kind} | {"type": "document" as kind, "source": {"type": "base64" | "url" | "file"}}:
-                texts.append(media_note(kind))
-            case _:
-                texts.append(_block(block, f"{where}[{index}]"))
-    return "\n".join(texts)
+def _result_block(block: object, where: str) -> str:
+    """Returns a block of a tool's result as text: a note on what the model cannot read."""
+    match block:
+        case {"type": "image" as kind} | {"type": "document" as kind, "source": {"type": "base64" | "url" | "file"}}:
+            return media_note(kind)
+    return _block(block, where)
 
 
 def _join_reminders(messages: list[dict[str, Any]], reminders: list[str]) -> None:
@@ -274,12 +268,13 @@ def _is_billing(text: str) -> bool:
     return text.lstrip()[: len(_BILLING)].lower() == _BILLING
 
 
-def _text(content: object, where: str) -> str:
+def _text(content: object, where: str, read: Callable[[object, str], str] | None = None) -> str:
+    """Returns a text, or the texts of blocks that `read` returns, `_block` by default."""
     match content:
         case str(text):
             return text
         case [*blocks]:
-            return "\n".join(_block(block, f"{where}[{index}]") for index, block in enumerate(blocks))
+            return "\n".join((read or _block)(block, f"{where}[{index}]") for index, block in enumerate(blocks))
     raise InvalidRequest(f"{where} must be a string or a list of blocks, got {brief(content)}", param=where.partition("[")[0])
 
 

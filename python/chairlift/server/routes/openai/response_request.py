@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -210,7 +210,9 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
             custom = {"name": full_name(more.get("namespace"), name), "input": text}
             _append_call(messages, {"id": call_id, "type": "custom", "custom": custom})
         case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), **more}:
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": _result(more.get("output"), f"{where}.output")})
+            output = more.get("output")
+            result = "" if output is None else _text(output, f"{where}.output", _result_part)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
         case {"type": str(kind)} if kind in _OF_SERVERS:
             pass
         case {"type": "item_reference"}:
@@ -258,29 +260,22 @@ def _reasoning(item: Mapping[Any, object], where: str) -> str:
     return ""
 
 
-def _text(content: object, where: str) -> str:
+def _text(content: object, where: str, read: Callable[[object, str], str] | None = None) -> str:
+    """Returns a text, or the texts of parts that `read` returns, `_part` by default."""
     match content:
         case str(text):
             return text
         case [*parts]:
-            return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(parts))
+            return "\n".join((read or _part)(part, f"{where}[{index}]") for index, part in enumerate(parts))
     raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(content)}", param="input")
 
 
-def _result(output: object, where: str) -> str:
-    """Returns a tool's output as text, with notes on what the model cannot read."""
-    if output is None:
-        return ""
-    if not isinstance(output, list):
-        return _text(output, where)
-    texts = []
-    for index, part in enumerate(output):
-        match part:
-            case {"type": "input_image" | "input_file" as kind}:
-                texts.append(media_note(kind.removeprefix("input_")))
-            case _:
-                texts.append(_part(part, f"{where}[{index}]"))
-    return "\n".join(texts)
+def _result_part(part: object, where: str) -> str:
+    """Returns a part of a tool's output as text: a note on what the model cannot read."""
+    match part:
+        case {"type": "input_image" | "input_file" as kind}:
+            return media_note(kind.removeprefix("input_"))
+    return _part(part, where)
 
 
 def _part(part: object, where: str) -> str:
