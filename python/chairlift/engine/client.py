@@ -249,13 +249,13 @@ class AsyncEngine(EngineClient):
         """
         path = os.path.abspath(path)
         self.check_ready()
-        self.digests[name] = await self._change_adapter(lambda ask: LoadAdapter(ask, name, path))
+        self.digests[name] = await self._change_adapter(partial(LoadAdapter, name=name, path=path))
         self.adapters[name] = path
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Frees an adapter's memory. Raises InvalidRequest if it is not loaded, or while requests use it."""
         self.check_ready()
-        await self._change_adapter(lambda ask: UnloadAdapter(ask, name))
+        await self._change_adapter(partial(UnloadAdapter, name=name))
         self.adapters.pop(name, None)
 
     async def _change_adapter(self, question: Callable[[int], Frame]) -> bytes:
@@ -273,12 +273,12 @@ class AsyncEngine(EngineClient):
         while loaded != self.adapters:
             if gone := loaded.items() - self.adapters.items():
                 name, path = min(gone)
-                await self._change_adapter(lambda ask, name=name: UnloadAdapter(ask, name))  # type: ignore[misc]
+                await self._change_adapter(partial(UnloadAdapter, name=name))
                 del loaded[name]
                 continue
             name, path = min(self.adapters.items() - loaded.items())
             try:
-                self.digests[name] = await self._change_adapter(lambda ask, name=name, path=path: LoadAdapter(ask, name, path))  # type: ignore[misc]
+                self.digests[name] = await self._change_adapter(partial(LoadAdapter, name=name, path=path))
                 loaded[name] = path
             except EngineDead:
                 raise
