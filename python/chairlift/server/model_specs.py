@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,22 @@ from chairlift.settings import names_in_files, parse_entry
 _ENGINE_FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig) if "help" in field.metadata}
 _SERVER_FIELDS = {name: ServerConfig.__dataclass_fields__[name] for name in ("keep_alive", "tool_call_parser", "reasoning_parser")}
 _FLAGS = names_in_files((*_ENGINE_FIELDS.values(), *_SERVER_FIELDS.values()))
-_OWN = ("path", "aliases", "priority", "weight", "preload")
-_LARGEST_PRIORITY = _LARGEST_WEIGHT = 1000
+_LARGEST = 1000
+"""The largest priority, with or without a sign, and the largest weight."""
+_OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "path": (
+        lambda value: isinstance(value, str) and value != "",
+        "a directory, a .gguf file or its https address, a hub name or Ollama's name",
+    ),
+    "aliases": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) and name.strip() for name in value),
+        'a list of names, like ["gpt-4o"]',
+    ),
+    "priority": (lambda value: type(value) is int and abs(value) <= _LARGEST, f"a whole number from -{_LARGEST} to {_LARGEST}"),
+    "weight": (lambda value: type(value) is int and 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}"),
+    "preload": (lambda value: isinstance(value, bool), "true or false"),
+}
+"""The settings of a model that are neither the engine's nor the server's: whether a value fits, and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,29 +166,11 @@ def _spec(name: str, path: str, config: EngineConfig, server: ServerConfig, **ow
 
 def _setting(key: str, value: Any) -> Any:
     """Returns the value of one model's setting; raises ValueError."""
-    match key:
-        case "path":
-            if not isinstance(value, str) or not value:
-                raise ValueError(
-                    f"expected a directory, a .gguf file or its https address, a hub name or Ollama's name, got {value!r:.100}"
-                )
-            return value
-        case "aliases":
-            if not isinstance(value, list) or not all(isinstance(name, str) and name.strip() for name in value):
-                raise ValueError(f'expected a list of names, like ["gpt-4o"], got {value!r:.100}')
-            return tuple(value)
-        case "priority":
-            if type(value) is not int or abs(value) > _LARGEST_PRIORITY:
-                raise ValueError(f"expected a whole number from -{_LARGEST_PRIORITY} to {_LARGEST_PRIORITY}, got {value!r:.100}")
-            return value
-        case "weight":
-            if type(value) is not int or not 1 <= value <= _LARGEST_WEIGHT:
-                raise ValueError(f"expected a whole number from 1 to {_LARGEST_WEIGHT}, got {value!r:.100}")
-            return value
-        case "preload":
-            if not isinstance(value, bool):
-                raise ValueError(f"expected true or false, got {value!r:.100}")
-            return value
+    if key in _OWN:
+        fits, expected = _OWN[key]
+        if not fits(value):
+            raise ValueError(f"expected {expected}, got {value!r:.100}")
+        return tuple(value) if key == "aliases" else value
     field = _ENGINE_FIELDS.get(key) or _SERVER_FIELDS.get(key)
     if field is None:
         known = (*_OWN, *_SERVER_FIELDS, *_ENGINE_FIELDS)
