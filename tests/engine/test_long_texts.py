@@ -7,7 +7,7 @@ import tiny_encoders
 
 from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
-from chairlift.engine.request import EngineRequest
+from chairlift.engine.engine_request import EngineRequest
 from chairlift.runner.long_texts import MAX_LONG_TEXTS, LongTexts
 from chairlift.sampling import EMBED
 from chairlift.scheduling import Scheduling

@@ -22,7 +22,8 @@ from chairlift import LLM, AsyncEngine, SamplingParams
 from chairlift.engine import request as client_request
 from chairlift.engine.choice import ERROR, STOP, Choice
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.request import Request, add_part, deliver, joined
+from chairlift.engine.request import add_part, deliver, joined
+from chairlift.engine.stream import Stream
 from chairlift.engine.validation import encode_bad_words
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.outputs import RequestOutput, TokenLogprobs
@@ -326,7 +327,7 @@ def test_a_request_that_can_draw_nothing_leaves_its_engine_to_the_others(directo
 
 def test_many_answers_with_long_stop_strings_take_no_callback_long(llm):
     params = SamplingParams(n=128, stop=tuple("ab" * 510 + f"{number:04}" for number in range(16)))
-    assert cost(lambda: Request(llm.tokenizer, 10, [1], params)) < 4
+    assert cost(lambda: Stream(llm.tokenizer, 10, [1], params)) < 4
 
 
 def test_increments_are_joined_before_there_are_many(monkeypatch):
@@ -356,9 +357,7 @@ def test_the_details_of_a_failed_sample_are_no_reason(llm):
 
 
 def test_a_request_whose_output_cannot_be_read_fails_alone(llm):
-    embed, plain = (
-        Request(llm.tokenizer, 10 * number, [1], params) for number, params in enumerate((SamplingParams(embed=True), PLAIN), 1)
-    )
+    embed, plain = (Stream(llm.tokenizer, 10 * number, [1], params) for number, params in enumerate((SamplingParams(embed=True), PLAIN), 1))
     running = {10: embed, 20: plain}
     tags, tokens = struct.pack("<2Q", 10, 20), struct.pack("<2i", -2, 3)
     assert deliver(StepOutputs(tags, tokens, bytes([STOP, 0]), details={10: b"odd"}), running) == [embed, plain]
@@ -368,7 +367,7 @@ def test_a_request_whose_output_cannot_be_read_fails_alone(llm):
 
 
 def test_what_comes_after_an_error_is_not_read(llm, monkeypatch):
-    request = Request(llm.tokenizer, 10, [1], PLAIN)
+    request = Stream(llm.tokenizer, 10, [1], PLAIN)
     running = {10: request}
     tag, token = struct.pack("<Q", 10), struct.pack("<i", 3)
     with monkeypatch.context() as broken:

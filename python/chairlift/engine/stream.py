@@ -1,16 +1,21 @@
-"""A request that a coroutine reads."""
+"""A request on the client side, which a coroutine reads: the choices of its answer, and what the engine sends of them."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from chairlift.engine import clock
+from chairlift.engine.choice import Choice
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Rejected
-from chairlift.engine.request import Request
+from chairlift.engine.request import add_part, joined
 from chairlift.errors import ChairliftError, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
-from chairlift.outputs import RequestOutput
+from chairlift.outputs import RequestOutput, Timeline, TokenLogprobs
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
 
@@ -19,8 +24,8 @@ if TYPE_CHECKING:
     from chairlift.tokenizer import Tokenizer
 
 
-class Stream(Request):
-    """Passes a request's output from the engine to one coroutine.
+class Stream:
+    """A running request, whose output one coroutine reads. Its choices have `tag` and the numbers after it.
 
     A future wakes the coroutine, which costs a third of an asyncio.Event.
     """
@@ -42,8 +47,29 @@ class Stream(Request):
         sequence: HeldSequence | None = None,
         whole: bool = False,
     ) -> None:
-        """`whole` wakes the reader only when all choices have ended, if there is no stop string to look for."""
-        super().__init__(tokenizer, tag, prompt_token_ids, params, scheduling, arrived=arrived, sequence=sequence)
+        """`arrived` is when its first byte was read, on the monotonic clock; now by default. It continues `sequence`, if given.
+
+        `whole` wakes the reader only when all choices have ended, if there is no stop string to look for.
+        """
+        self._sent = EngineRequest.of(tag, prompt_token_ids, params, scheduling)
+        arrived = time.monotonic() if arrived is None else arrived
+        self.tags = range(tag, tag + params.num_sequences)
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.sequence = sequence
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        """Log-probabilities of the prompt tokens received so far, shared by all choices."""
+        shared = prompt_token_ids, params, arrived, self.prompt_logprobs
+        self.choices = [Choice(tokenizer, index, *shared) for index in range(params.num_sequences)]
+        self.on_start: Callable[[], None] | None = None
+        """Called once, when the engine admits the first choice."""
+        self.some_over = False
+        """Whether the last increment of any choice was taken."""
+        self.missed_deadline = False
+        """Whether a choice missed its deadline."""
+        self._submitted: float | None = None
+        self._parts: dict[int, list[RequestOutput]] = {}
+        self._taken: list[RequestOutput] = []  # only with a `sequence`
         self.expected_tokens = len(prompt_token_ids)
         """Tokens of the prompt that its engine is expected to compute."""
         self.on_computed: Callable[[], None] | None = None
@@ -62,10 +88,90 @@ class Stream(Request):
         self._waiter: asyncio.Future[None] | None = None
         self._error: ChairliftError | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether the last increment of every choice was taken."""
+        return self.some_over and all(choice.over for choice in self.choices)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices taken so far, including discarded ones."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_received(self) -> int:
+        """Tokens of all choices that engines have sent, taken or not."""
+        return sum(choice.num_received for choice in self.choices)
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """Its scheduling parameters."""
+        return self._sent.scheduling
+
     def begin(self, spent: Mapping[str, float] | None = None) -> EngineRequest:
-        """See `Request.begin`. Increments that were not read before the last engine ended can be read now."""
+        """The request for an engine that gets it now. It goes on after the tokens that were received from earlier engines.
+
+        `spent` has the seconds in each timeline state since its arrival. Increments that were not read before the last engine ended can be
+        read now. Raises SequenceDropped.
+        """
         self._error, self._news = None, self.num_received > 0
-        return super().begin(spent)
+        now = clock.now()
+        before = {state: int(seconds * 1e6) for state, seconds in (spent or {}).items()}
+        # A new engine does not hold the sequence that the last one lost. So a resumed request continues none.
+        continues = None if self.sequence is None else self.sequence.continued_by(self.tags.start)
+        self._submitted = now / 1e6 if self._submitted is None else self._submitted
+        if not self.num_received:
+            if self.prompt_logprobs is not None:
+                del self.prompt_logprobs[1:]
+            return replace(self._sent, submitted=now, spent=before, continues=continues)
+        resumed = tuple(choice.resumed(self._submitted) for choice in self.choices if not choice.complete)
+        return replace(self._sent, submitted=now, spent=before, resumed=resumed)
+
+    def unfinished(self) -> list[int]:
+        """The tags of the choices that need an engine."""
+        return [tag for tag, choice in zip(self.tags, self.choices, strict=True) if not choice.complete]
+
+    def timelines(self) -> list[Timeline]:
+        """The timelines of the choices that have ended in an engine."""
+        return [choice.timeline for choice in self.choices if choice.timeline is not None]
+
+    def choice(self, tag: int) -> Choice:
+        """The choice with this tag."""
+        return self.choices[tag - self.tags.start]
+
+    def finished(self) -> list[int]:
+        """The tags of the choices that are over."""
+        return [tag for tag, choice in zip(self.tags, self.choices, strict=True) if choice.over]
+
+    @property
+    def num_untaken(self) -> int:
+        """Tokens of all choices that were received and not taken yet."""
+        return sum(choice.num_untaken for choice in self.choices if not choice.over)
+
+    def take(self, most: int = sys.maxsize) -> list[RequestOutput]:
+        """At most `most` tokens of each choice, one increment per choice. With `best_of`, whole choices at the end."""
+        parts = [part for choice in self.choices if (part := choice.take(most)) is not None]
+        for part in parts:
+            if part.finish_reason is not None:
+                self.some_over = True
+        if self.sequence is not None:
+            self._taken += parts
+            if parts and parts[-1].finish_reason in ("stop", "length"):
+                self.sequence.finish(self._taken)
+        if not self.params.ranked:
+            return parts
+        for part in parts:
+            add_part(self._parts.setdefault(part.index, []), part)
+        return self._best() if self.over else []
+
+    def _best(self) -> list[RequestOutput]:
+        """The `n` best choices: finished ones first, then by mean log-probability."""
+
+        def merit(output: RequestOutput) -> tuple[bool, float]:
+            return output.finish_reason in ("stop", "length"), self.choices[output.index].mean_logprob
+
+        best = sorted(map(joined, self._parts.values()), key=merit, reverse=True)[: self.params.n]
+        return [replace(output, index=index) for index, output in enumerate(best)]
 
     def wake(self) -> None:
         """Wakes the reader, unless it waits for the whole output."""
