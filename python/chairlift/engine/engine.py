@@ -132,11 +132,6 @@ class Engine:
         return self.runner.progress
 
     @property
-    def overlaps(self) -> bool:
-        """Whether a device runs the steps asynchronously."""
-        return self.runner.overlaps
-
-    @property
     def shared_blocks(self) -> SharedBlocks | None:
         """The KV blocks whose memory other engines can use; None with `--num-kv-blocks` or on a device."""
         if self._kv_blocks is None:

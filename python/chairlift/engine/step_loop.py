@@ -177,7 +177,7 @@ class StepLoop:
         except (BrokenPipeError, ConnectionResetError):
             raise  # the parent has exited
         except BaseException as error:  # a panic of the core is not an Exception
-            if hosted.engine.overlaps:
+            if hosted.engine.runner.overlaps:
                 raise  # the device's context may be lost for all
             failure = failed(error)
         if failure is not None:  # the error, which refers to the engine, is gone
