@@ -69,6 +69,10 @@ class AsyncLiveSequence(HeldSequence):
             await AsyncLiveSequence.compute(self)
         return self.fork_now(count)
 
+    def fork_now(self, count: int) -> list[Self]:
+        """Like `fork`, but each copy computes on its own what was appended and not computed."""
+        return self._forks(count)
+
     async def append(self, content: str | list[int]) -> None:
         """Appends text or token ids. The next generation computes only these. Raises InvalidRequest beyond the context length."""
         self.append_tokens(await self._engine.tokens(content, param="content", add_special_tokens=False))

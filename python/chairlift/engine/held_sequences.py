@@ -311,8 +311,8 @@ class HeldSequence:
         self._token_ids = self._token_ids + array("i", tokens)
         self._renew()
 
-    def fork_now(self, count: int) -> list[Self]:
-        """Like `AsyncLiveSequence.fork`, but each copy computes on its own what was appended and not computed. Errors as there."""
+    def _forks(self, count: int) -> list[Self]:
+        """Makes `count` idle copies, all or none. Raises InvalidRequest, TooManySequences and SequenceDropped."""
         integer("count", count, 1, 2**31 - 1)
         with self._held.lock:
             return self._copies(count)
