@@ -33,7 +33,7 @@ class Form:
 
 async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> Form:
     """Reads the form and passes the content of the part `file` to `write`; raises ApiError and Starlette's ClientDisconnect."""
-    from python_multipart.exceptions import MultipartParseError
+    from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser, parse_options_header
 
     media_type, options = parse_options_header(request.headers.get("content-type", ""))
@@ -54,7 +54,7 @@ async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]])
     except TimeoutError:
         message = f"no byte of the file arrived for {IDLE_SECONDS} seconds"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
-    except MultipartParseError as error:
+    except FormParserError as error:
         raise _malformed(str(error)) from None
     if not form.complete:
         raise _malformed("it ends before its last boundary")

@@ -513,6 +513,7 @@ def test_a_file_has_a_largest_size(alice, monkeypatch, tmp_path):
         ({"json": {"purpose": "batch"}}, "multipart/form-data"),
         ({"content": b"--B\r\nx", "headers": {"content-type": "multipart/form-data; boundary=B"}}, "malformed"),
         ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=B"}}, "last boundary"),
+        ({"content": b"", "headers": {"content-type": f"multipart/form-data; boundary={'B' * 300}"}}, "Boundary length 300"),
     ],
 )
 def test_faulty_forms_are_refused(server, tmp_path, form, message):
