@@ -49,6 +49,23 @@ def test_an_error_names_the_tool_and_does_not_quote_the_grammar(grammars):
     assert "secret" not in str(refused.value)
 
 
+def test_structures_with_many_triggers_are_refused_before_their_schemas_are_repeated():
+    tags = [Tag("a" * (number + 1), Repeated({}), "") for number in range(100)]
+    with pytest.raises(InvalidRequest, match="has more than 65536 characters of schemas"):
+        tags_grammar(tags, [tag.begin for tag in tags], "response_format")
+    assert max(tag.schema.reads for tag in tags) == 1
+
+
+class Repeated(dict):
+    """A schema that counts how often it is read."""
+
+    reads = 0
+
+    def get(self, *arguments):
+        self.reads += 1
+        return super().get(*arguments)
+
+
 TAGS = [
     Tag("<f>", {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}, "</f>"),
     Tag("<fun>", {}, ";"),

@@ -198,17 +198,22 @@ class Tag(NamedTuple):
 def tags_grammar(tags: Sequence[Tag], triggers: Sequence[str], param: str) -> StructuredOutput:
     """Returns a grammar for free text in which each of `triggers` begins one of `tags`, any number of times.
 
-    Raises InvalidRequest if a tag begins with no trigger, or no tag with one of the triggers.
+    Raises InvalidRequest if a tag begins with no trigger, no tag with one of the triggers, or their schemas are too long in total.
     """
     rules, groups = [], []
+    schemas = [json.dumps(_spaced(tag.schema)) for tag in tags]
+    size = 0
     for index, trigger in enumerate(triggers):
         names = []
         for number, tag in enumerate(tags):
             if tag.begin.startswith(trigger):
                 names.append(f"tag_{index}_{number}")
                 rest = tag.begin.removeprefix(trigger)
-                schema = json.dumps(_spaced(tag.schema))
-                rules.append(f"{names[-1]}: {json.dumps(rest)} %json {schema} {json.dumps(tag.end)}")
+                rules.append(f"{names[-1]}: {json.dumps(rest)} %json {schemas[number]} {json.dumps(tag.end)}")
+                # Each tag has a rule for each of its triggers, which may be many times as much text as the request.
+                if (size := size + len(rules[-1])) > MAX_GRAMMAR:
+                    message = f"{param} has more than {MAX_GRAMMAR} characters of schemas, one for each trigger of a structure"
+                    raise InvalidRequest(f"{message}: make them shorter, or send fewer", param=param)
         if not names:
             raise InvalidRequest(f"{param} has the trigger {trigger!r:.60}, with which no structure begins", param=param)
         groups.append(f"before_{index} ({' | '.join(names)})")
