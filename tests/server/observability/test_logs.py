@@ -74,6 +74,13 @@ def test_the_access_log_hides_what_stands_in_a_query(path, logged):
     assert json.loads(JsonFormatter().format(record))["path"] == logged
 
 
+def test_the_access_log_cuts_long_paths_and_methods():
+    arguments = "127.0.0.1:1", "G" * 9000, "/v1/" + "a" * 9000, "1.1", 404
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "x.py", 1, '%s - "%s %s HTTP/%s" %d', arguments, None)
+    assert redact_query(record)
+    assert len(record.getMessage()) < 2200
+
+
 def test_a_line_is_one_line_of_plain_facts():
     record = logging.LogRecord("chairlift", logging.WARNING, "x.py", 1, "two\nlines of %s", ("ä",), None)
     text = JsonFormatter().format(record)

@@ -22,6 +22,8 @@ INTERVAL = 10.0
 _ACCESS = ("client", "method", "path", "http_version", "status")
 """The arguments of a record of uvicorn's access log."""
 _QUERY_VALUE = re.compile(r"(?<=[?&])([A-Za-z_]{1,32}=)?[^&]+")
+_MAX_PATH = 1024
+"""Characters of a path, and of a method, in the access log: clients may send many kilobytes, without a key."""
 _ADVICE = {"kv_blocks": ": raise --kv-cache-memory-bytes or lower --max-num-seqs"}
 """Advice that the log adds to a preemption reason."""
 
@@ -31,7 +33,7 @@ def redact_query(record: logging.LogRecord) -> bool:
     if isinstance(record.args, tuple) and len(record.args) == len(_ACCESS):
         client, method, path, *rest = record.args
         redacted = _QUERY_VALUE.sub(lambda match: f"{match[1] or ''}[redacted]", str(path))
-        record.args = (client, method, redacted, *rest)
+        record.args = (client, str(method)[:_MAX_PATH], redacted[:_MAX_PATH], *rest)
     return True
 
 
