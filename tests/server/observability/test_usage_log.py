@@ -164,6 +164,17 @@ def test_a_request_that_the_client_leaves_has_a_record_and_a_refused_one_has_non
         assert [(record["tier"], record["session"]) for record in records(tmp_path)] == [("default", None), ("flex", "s")]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_its_own_fields_end_after_some_tokens_has_a_record(tmp_path, stream):
+    with serving(ScriptedEngine()) as (base, service), httpx.Client(base_url=base) as http:
+        service.usage_log = UsageLog(str(tmp_path))
+        reply = http.post("/v1/completions", json={"prompt": "stuck", "max_tokens": 9, "stream": stream})
+        assert "nothing can follow" in reply.text
+        assert reply.status_code == (200 if stream else 400)
+        wait_until(lambda: records(tmp_path))
+        assert [(record["finish"], record["prompt_tokens"], record["output_tokens"]) for record in records(tmp_path)] == [(["error"], 5, 2)]
+
+
 def test_a_generation_has_a_record_although_its_sequence_was_dropped_meanwhile(tmp_path):
     with serving(ScriptedEngine()) as (base, service), httpx.Client(base_url=base) as http:
         service.usage_log = UsageLog(str(tmp_path))
