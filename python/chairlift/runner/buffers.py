@@ -123,7 +123,7 @@ class Sampled(NamedTuple):
     prompts: list[tuple[int, bytes]]
     """Log-probabilities of prompts: tags and lines of `logprobs.score`; for one tag in token order."""
     refusals: dict[int, bytes]
-    """By index of a failed sample: the reason, a packed InvalidRequest, if its grammar gave one."""
+    """By index of a failed sample: the reason, a packed InvalidRequest, if its grammar or its biases gave one."""
 
 
 class PendingResult(Protocol):

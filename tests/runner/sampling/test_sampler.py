@@ -421,6 +421,41 @@ def test_bad_words_are_never_completed():
     assert greedy(biased([9, 6, 6, 1], 1, bad_words=words), FALLING) == 1
 
 
+class Only:
+    """A matcher that allows one token."""
+
+    def __init__(self, token: int | None) -> None:
+        self.token = token
+
+    def mask(self, bitmask: np.ndarray, index: int) -> None:
+        if self.token is not None:
+            bitmask[index, self.token // 32] = 1 << self.token % 32
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "form", "names"),
+    [
+        ({"allowed_token_ids": (3, 40), "bad_words": ((3,), (40,))}, None, "allowed_token_ids and bad_words"),
+        ({"allowed_token_ids": (2,), "min_tokens": 1}, None, "allowed_token_ids and min_tokens"),
+        ({"allowed_token_ids": (3,)}, Only(40), "allowed_token_ids and the structured output"),
+        ({"bad_words": ((40,),), "min_tokens": 1}, Only(40), "bad_words and min_tokens and the structured output"),
+        ({"allowed_token_ids": (3,)}, Only(3), None),
+        ({"allowed_token_ids": (3,)}, Only(None), None),
+        ({"min_tokens": 1}, None, None),
+    ],
+)
+def test_fields_that_leave_no_token_are_named_and_logits_that_are_not_finite_are_no_fault_of_theirs(fields, form, names):
+    made = sampler(SamplingParams())
+    made.add_request(0, SamplingParams(**fields), empty(), 0, 0, ends=(2,), matcher=form)
+    logits = torch.zeros(1, 50) if names else torch.full((1, 50), torch.nan)
+    assert made.sample(logits, np.array([0]), np.array([5])).tolist() == [FAILED]
+    refused = [InvalidRequest.unpacked(reason, None) for reason in made.refusals.values()]
+    assert [str(one).partition(" together ")[0] for one in refused] == ([names] if names else [])
+
+
 def test_the_end_waits_for_min_tokens():
     made = biased([7, 7, 7], 2, ends=(0, 1), min_tokens=3)
     assert [greedy(made, FALLING) for _ in range(3)] == [2, 2, 0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from chairlift.errors import InvalidRequest
 from chairlift.runner.executor import Logits
 from chairlift.sampling import SamplingParams
 
@@ -58,6 +59,25 @@ class Bias:
             lasts = [last for start, last in self._words.get(self._output[-1], ()) if recent.endswith(start)]
             found.append(np.array(lasts, dtype=np.int64))
         return np.concatenate((self._singles, *found)) if found else self._singles
+
+    def refusal(self, octets: np.ndarray | None) -> InvalidRequest | None:
+        """Why no token can come next; None if one can. `octets` are those of `matcher.Masks` that the grammar allows, if there is one."""
+        left, banned = self.allowed, self.banned()
+        if octets is not None:
+            by_grammar = np.flatnonzero(np.unpackbits(octets, bitorder="little"))
+            if not by_grammar.size:
+                return None  # the grammar has failed by itself
+            left = by_grammar if left is None else np.intersect1d(left, by_grammar)
+        if left is None or not np.isin(left, banned).all():
+            return None  # without the two, the other fields name too few tokens to exclude all
+        fields = {
+            "allowed_token_ids": self.allowed is not None,
+            "bad_words": len(banned) > len(self._ends) * bool(self._min_tokens_left),
+            "min_tokens": self._min_tokens_left > 0,
+            "the structured output": octets is not None,
+        }
+        names = " and ".join(name for name, excludes in fields.items() if excludes)
+        return InvalidRequest(f"{names} together leave no token that could come next: leave one of them out, or let it allow more")
 
 
 def apply(logits: Logits, biased: Sequence[tuple[int, Bias]], send: Callable[[np.ndarray], Any]) -> None:

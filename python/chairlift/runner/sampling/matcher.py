@@ -84,6 +84,11 @@ class Masks(NamedTuple):
     octets: np.ndarray = np.zeros((0, 0), dtype=np.uint8)
     """The tokens that the matchers allow, uint8 [rows, bytes]: token t is bit t % 8 of byte t // 8."""
 
+    def octets_of(self, row: int) -> np.ndarray | None:
+        """The tokens that are allowed in a row of the step; None if no matcher decides it."""
+        rows = [i for one in self.matched for i in one.rows]
+        return self.octets[rows.index(row)] if row in rows else None
+
 
 def masks(matched: Sequence[MatchedRows], vocabulary: int) -> Masks:
     """Computes the masks of these rows.

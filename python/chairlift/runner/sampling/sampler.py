@@ -104,8 +104,9 @@ class PendingSample:
     """Indices of the samples with log-probabilities."""
     counts: np.ndarray
     """For each of them, the number of top tokens that its request wants, or NONE_REQUESTED."""
-    matched: Sequence[MatchedRows]
-    trackers: list[tuple[int, OutputTracker]]
+    masks: Masks
+    biased: Sequence[tuple[int, Bias]]
+    trackers: Sequence[tuple[int, OutputTracker]]
 
 
 class Sampler:
@@ -188,7 +189,7 @@ class Sampler:
         """
         at = np.flatnonzero(self.scored[slots] != NONE_REQUESTED)
         biased = entries_of(self.biases, slots)
-        matched, octets = masks(self._matched(slots, buffers), logits.shape[1]) if computed is None else computed
+        matched, octets = computed = masks(self._matched(slots, buffers), logits.shape[1]) if computed is None else computed
         scored = None
         if at.size:
             unchanged = at.size == len(slots) and not biased and not matched and self.tokens.keeps_logits(slots)
@@ -199,7 +200,7 @@ class Sampler:
         if matched:
             self.tokens.mask(logits, np.concatenate([one.rows for one in matched]), octets)
         drawn = self.tokens.draw(logits, slots, positions, buffers, graph, scored)
-        return PendingSample(drawn, at, self.detailed[slots[at]], matched, [*biased, *drawn.trackers])
+        return PendingSample(drawn, at, self.detailed[slots[at]], computed, biased, drawn.trackers)
 
     def take(self, sample: PendingSample) -> tuple[np.ndarray, np.ndarray, dict[int, bytes], dict[int, bytes]]:
         """Waits for a sample and updates its sequences' state. Returns the fields of `Sampled` but `prompts`."""
@@ -211,11 +212,14 @@ class Sampler:
             logprob[sample.scored] = logprobs.logprobs(lines)
             for line in np.flatnonzero(sample.counts != NONE_REQUESTED).tolist():
                 details[int(sample.scored[line])] = logprobs.packed(lines[line : line + 1], int(sample.counts[line]))
-        refusals = {i: refusal.packed() for i, refusal in accept(sample.matched, chosen, FAILED).items()}
-        for i, tracker in sample.trackers:
+        refusals = accept(sample.masks.matched, chosen, FAILED)
+        for i, own in sample.biased:
+            if chosen[i] == FAILED and i not in refusals and (refusal := own.refusal(sample.masks.octets_of(i))) is not None:
+                refusals[i] = refusal
+        for i, tracker in (*sample.biased, *sample.trackers):
             if chosen[i] != FAILED:
                 tracker.add(int(chosen[i]))
-        return chosen, logprob, details, refusals
+        return chosen, logprob, details, {i: refusal.packed() for i, refusal in refusals.items()}
 
     def forced_tokens(self) -> list[tuple[int, Sequence[int]]]:
         """The slots whose grammar leaves no choice, each with its next tokens. The previous sample must have been taken."""
