@@ -279,10 +279,11 @@ class ScriptedEngine(ReplicatedEngine):
     """An engine of the product in the event loop, which tests can look into.
 
     Words in a prompt steer it: "slow" takes 10 ms a token, "boom" fails after two tokens, "stuck" does so because of its own fields,
-    "die" ends it, "dies2" does so after two tokens, "once2" only if nothing has ended it before, "bug" fails as it never should, "split" gives a token without text, as half a
-    character does, "full" finds a full queue, "late" misses its deadline (that for the first token if it has one, else after two tokens),
-    "held" waits until it is `released`, "paused" does so after two tokens, as soon as nothing else runs. What follows "SAY:" is the
-    answer, three characters a token, and then the token that ends it. Each further one of n answers begins one word later.
+    "die" ends it, "dies2" does so after two tokens, "once2" only if nothing has ended it before, "bug" fails as it never should, "split"
+    gives a token without text, as half a character does, "full" finds a full queue, "late" misses its deadline (that for the first token
+    if it has one, else after two tokens), "held" waits until it is `released`, "paused" does so after two tokens, as soon as nothing else
+    runs. What follows "SAY:" is the answer, three characters a token, and then the token that ends it. Each further one of n answers
+    begins one word later.
     """
 
     host = ScriptedProcess
