@@ -137,6 +137,16 @@ def test_one_dropped_connection_takes_no_upstream_out(caplog, monkeypatch):
     run(test)
 
 
+def test_another_upstream_gets_a_request_that_failed_also_if_the_first_is_ready_again(monkeypatch):
+    monkeypatch.setattr("chairlift.gate.gate.Gate._leave_out", lambda *failed: None)  # as if a probe had found it ready at once
+
+    async def test(client, *upstreams):
+        assert (await client.chat("drop")).status_code == 502
+        assert [len(one.chats) for one in upstreams] == [1, 1, 1]
+
+    run(test, servers=3, routing="predicted")
+
+
 def test_a_restart_under_a_stream_is_noticed(caplog, monkeypatch):
     monkeypatch.setattr("chairlift.gate.upstream.PROBE_SECONDS", 1000)
 

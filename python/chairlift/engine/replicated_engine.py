@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -197,12 +197,14 @@ class ReplicatedEngine(ModelClient):
         on_start: Callable[[], None] | None = None,
         spent: Mapping[str, float] | None = None,
         session: str | None = None,
+        tried: Collection[int] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Runs a request of `prepare` in one of the engines: see `AsyncEngine.run`. Raises EngineDead if none is ready.
 
-        Requests of a tenant's `session` stay with one engine while its load allows it.
+        Requests of a tenant's `session` stay with one engine while its load allows it. Engines whose numbers are in `tried` are chosen
+        only if no other is ready.
         """
-        replica = self._choose(stream, session)
+        replica = self._choose(stream, session, tried)
         if request_id is not None:
             self._ran_in.add(request_id, replica)
         return replica.engine.run(stream, request_id=request_id, on_start=on_start, spent=spent)
@@ -226,7 +228,7 @@ class ReplicatedEngine(ModelClient):
             question.cancel()
         return [timeline for question in answered if question.exception() is None for timeline in question.result()]
 
-    def _choose(self, stream: Stream, session: str | None) -> Replica:
+    def _choose(self, stream: Stream, session: str | None, tried: Collection[int]) -> Replica:
         """Chooses the engine for a request. A live sequence goes to the engine that has its KV."""
         # One that was dropped while the request was prepared has no home any more.
         handle = None if stream.sequence is None or stream.sequence.dropped else stream.sequence.handle
@@ -235,6 +237,7 @@ class ReplicatedEngine(ModelClient):
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:
             raise EngineDead("no engine of the model is ready")
+        ready = [replica for replica in ready if replica.number not in tried] or ready
         moving = [replica for replica in ready if not replica.engine.stuck] or ready
         own = None if session is None else f"{stream.scheduling.tenant}\0{session}".encode()
         chosen = moving[0] if self._router is None else self._router.choose(moving, stream, self._salt(stream), own)

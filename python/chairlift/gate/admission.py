@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -72,8 +72,11 @@ class Admitted:
 
 
 @asynccontextmanager
-async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]:
-    """Waits until the scheduler admits the request, and ends it there with the block. Raises the engine's errors, among them QueueFull."""
+async def admitted(request: Request, prompt: Prompt, tried: Collection[int] = ()) -> AsyncGenerator[Admitted]:
+    """Waits until the scheduler admits the request, and ends it there with the block. Raises the engine's errors, among them QueueFull.
+
+    The upstreams whose numbers are in `tried` failed already: another one gets it, if one is usable.
+    """
     admission = _Admission(request, prompt)
     stream = await admission.prepare()
     # A future alone: a task that waits beside the request's own would be woken before each request is passed on.
@@ -83,7 +86,7 @@ async def admitted(request: Request, prompt: Prompt) -> AsyncGenerator[Admitted]
         if not started.done():
             started.set_result(runs)
 
-    running = asyncio.create_task(admission.run(stream, partial(settle, True)))
+    running = asyncio.create_task(admission.run(stream, partial(settle, True), tried))
     running.add_done_callback(lambda _: settle(False))
     try:
         async with admission.refused_if_long(stream):
@@ -165,11 +168,11 @@ class _Admission:
 
         return in_background(refuse_long_wait(self._model.engine, self._id, self._context.arrived, longest, refuse))
 
-    async def run(self, stream: Stream, on_start: Callable[[], None]) -> None:
+    async def run(self, stream: Stream, on_start: Callable[[], None], tried: Collection[int]) -> None:
         """Runs the request in the engine until it is cancelled. It yields nothing, because its tokens are at the upstream."""
         spent, session = self._context.elapsed(), None if self._session is None else self._session.home
         async with aclosing(
-            self._model.engine.run(stream, request_id=self._id, on_start=on_start, spent=spent, session=session)
+            self._model.engine.run(stream, request_id=self._id, on_start=on_start, spent=spent, session=session, tried=tried)
         ) as outputs:
             async for _ in outputs:
                 pass

@@ -150,8 +150,10 @@ class Gate:
         service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
         prompt = await self._read_prompt(request, raw)
         failed: UpstreamFailed | None = None
+        tried: set[int] = set()
         for left in reversed(range(len(self._upstreams))):
-            async with admitted(request, prompt) as held:
+            async with admitted(request, prompt, tried) as held:
+                tried.add(held.upstream)
                 estimates = self._estimates[held.upstream]
                 held.on_first_token = partial(_first_token, held, held.on_first_token, estimates)
                 try:
