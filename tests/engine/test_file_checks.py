@@ -1,5 +1,6 @@
 """Files of settings that cannot be used are found before a model is read."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -64,6 +65,9 @@ def test_files_that_can_be_used_are_left_as_they_are(tmp_path):
     with pytest.raises(ModelNotFound):
         Engine(config)
     assert journal.read_text() == "yesterday"
+    with pytest.raises(ModelNotFound):
+        Engine(dataclasses.replace(config, journal=str(tmp_path / "new.journal")))
+    assert not (tmp_path / "new.journal").exists()
 
 
 def test_the_journal_of_a_running_engine_is_left_to_it(tmp_path):

@@ -78,7 +78,7 @@ class Engine:
                 self._journal.begin()  # last: an engine that cannot start leaves what an earlier one wrote
         except BaseException:
             if self._journal is not None:
-                self._journal.close()
+                self._journal.abandon()
             raise
 
     def _start(self, config: EngineConfig, on_phase: Callable[[str, float], None], hash_key: bytes) -> None:

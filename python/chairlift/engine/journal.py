@@ -28,6 +28,7 @@ class Journal:
 
     def __init__(self, path: str) -> None:
         """Opens the file, or creates it, for one engine. Raises InvalidSetting if that fails, or another engine writes the file."""
+        self._path, self._is_new = path, not os.path.lexists(path)
         try:
             # Readable by the owner only, because it contains tenants' names and hashes of prompts.
             self._file: BinaryIO | None = open(path, "wb", BUFFER, opener=_own)  # noqa: SIM115 (open for as long as the engine is)
@@ -62,6 +63,13 @@ class Journal:
             _unlock(self._file.fileno())
             self._file.close()
             self._file = None
+
+    def abandon(self) -> None:
+        """Closes the file of an engine that could not start, and removes it if it was created for that engine."""
+        if self._is_new:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        self.close()
 
     def leave(self) -> None:
         """Lets a forked process neither hold the file nor write the records that its parent writes."""
