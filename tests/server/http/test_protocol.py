@@ -352,6 +352,13 @@ def test_a_unix_socket_is_for_its_user_alone(tmp_path):
         with pytest.raises(PortTaken, match="in use"), open_path(str(path), 0o600):
             pass
     assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waits:
+        busy.bind(str(path))
+        busy.listen(0)
+        waits.connect(str(path))
+        with pytest.raises(PortTaken, match="in use"), open_path(str(path), 0o600):
+            pass
+    path.unlink()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     with open_path(str(path), 0o600):  # nobody listens at it any more

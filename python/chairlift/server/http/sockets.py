@@ -80,7 +80,8 @@ def _remove_stale_socket(path: str) -> None:
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise FileExistsError(errno.EEXIST, "there is a file of that name")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(BlockingIOError):
+            probe.setblocking(False)  # a server whose queue of connections is full is in use
             probe.connect(path)
     except FileNotFoundError:
         return
