@@ -92,7 +92,9 @@ def _duration(value: float) -> str:
 
 
 def typed(item: Field[Any], value: Any) -> Any:
-    """Returns a value given in Python, a scalar of numpy's as Python's. Raises ValueError if it does not have the field's type."""
+    """Returns a value given in Python, a scalar of numpy's as Python's. Raises ValueError if it does not have the field's type, or is a path
+    with bytes that are not UTF-8, which Python writes as lone surrogates: engines get their settings as Unicode text.
+    """
     annotation = str(item.type)
     if value is None and annotation.endswith("| None"):
         return None
@@ -105,6 +107,8 @@ def typed(item: Field[Any], value: Any) -> Any:
     if annotation.startswith("Mapping[str, int]"):
         words += " of whole numbers"
         right = isinstance(value, Mapping) and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items())
+    if right and isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
+        right, words = False, "text in UTF-8"
     if not right:
         raise ValueError(f"--{item.name.replace('_', '-')}: expected {words}, got {value!r:.100}")
     return value
