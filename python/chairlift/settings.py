@@ -92,8 +92,9 @@ def _duration(value: float) -> str:
 
 
 def typed(item: Field[Any], value: Any) -> Any:
-    """Returns a value given in Python, a scalar of numpy's as Python's. Raises ValueError if it does not have the field's type, or is a path
-    with bytes that are not UTF-8, which Python writes as lone surrogates: engines get their settings as Unicode text.
+    """Returns a value given in Python, a scalar of numpy's as Python's. Raises ValueError if it does not have the field's type.
+
+    Text that is not Unicode is refused: in a path, Python writes bytes that are not UTF-8 as lone surrogates.
     """
     annotation = str(item.type)
     if value is None and annotation.endswith("| None"):
