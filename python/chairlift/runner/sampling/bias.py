@@ -53,12 +53,16 @@ class Bias:
 
     def banned(self) -> np.ndarray:
         """The tokens that are not allowed next."""
-        found = [self._ends] if self._min_tokens_left else []
-        if self._words and self._output:
-            recent = self._output[-self._longest :].tobytes()
-            lasts = [last for start, last in self._words.get(self._output[-1], ()) if recent.endswith(start)]
-            found.append(np.array(lasts, dtype=np.int64))
-        return np.concatenate((self._singles, *found)) if found else self._singles
+        words = self._last_tokens_of_words()
+        return np.concatenate((words, self._ends)) if self._min_tokens_left else words
+
+    def _last_tokens_of_words(self) -> np.ndarray:
+        """The tokens that would complete a bad word."""
+        if not self._words or not self._output:
+            return self._singles
+        recent = self._output[-self._longest :].tobytes()
+        lasts = [last for start, last in self._words.get(self._output[-1], ()) if recent.endswith(start)]
+        return np.concatenate((self._singles, np.array(lasts, dtype=np.int64)))
 
     def refusal(self, octets: np.ndarray | None) -> InvalidRequest | None:
         """Why no token can come next; None if one can. `octets` are those of `matcher.Masks` that the grammar allows, if there is one."""
@@ -72,7 +76,7 @@ class Bias:
             return None  # without the two, the other fields name too few tokens to exclude all
         fields = {
             "allowed_token_ids": self.allowed is not None,
-            "bad_words": len(banned) > len(self._ends) * bool(self._min_tokens_left),
+            "bad_words": self._last_tokens_of_words().size > 0,
             "min_tokens": self._min_tokens_left > 0,
             "the structured output": octets is not None,
         }
