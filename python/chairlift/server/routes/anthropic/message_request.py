@@ -268,16 +268,6 @@ def _is_billing(text: str) -> bool:
     return text.lstrip()[: len(_BILLING)].lower() == _BILLING
 
 
-def _text(content: object, where: str, read: Callable[[object, str], str] | None = None) -> str:
-    """Returns a text, or the texts of blocks that `read` returns, `_block` by default."""
-    match content:
-        case str(text):
-            return text
-        case [*blocks]:
-            return "\n".join((read or _block)(block, f"{where}[{index}]") for index, block in enumerate(blocks))
-    raise InvalidRequest(f"{where} must be a string or a list of blocks, got {brief(content)}", param=where.partition("[")[0])
-
-
 def _block(block: object, where: str) -> str:
     match block:
         case {"type": "text", "text": str(text)}:
@@ -294,6 +284,16 @@ def _block(block: object, where: str) -> str:
         f'{where} must be {{"type": "text", "text": "..."}} here: images, files and other blocks are not supported, got {brief(block)}'
     )
     raise InvalidRequest(message, param=where.partition("[")[0])
+
+
+def _text(content: object, where: str, read: Callable[[object, str], str] = _block) -> str:
+    """Returns a text, or the texts of blocks that `read` returns."""
+    match content:
+        case str(text):
+            return text
+        case [*blocks]:
+            return "\n".join(read(block, f"{where}[{index}]") for index, block in enumerate(blocks))
+    raise InvalidRequest(f"{where} must be a string or a list of blocks, got {brief(content)}", param=where.partition("[")[0])
 
 
 def _titled(about: Mapping[Any, object], text: str) -> str:

@@ -260,13 +260,22 @@ def _reasoning(item: Mapping[Any, object], where: str) -> str:
     return ""
 
 
-def _text(content: object, where: str, read: Callable[[object, str], str] | None = None) -> str:
-    """Returns a text, or the texts of parts that `read` returns, `_part` by default."""
+def _part(part: object, where: str) -> str:
+    match part:
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": "input_text" | "output_text" | "text" | "reasoning_text" | "summary_text", "text": str(text)}:
+            return text
+    raise InvalidRequest(f"{where} must be text (input_text or output_text), got {brief(part)}", param="input")
+
+
+def _text(content: object, where: str, read: Callable[[object, str], str] = _part) -> str:
+    """Returns a text, or the texts of parts that `read` returns."""
     match content:
         case str(text):
             return text
         case [*parts]:
-            return "\n".join((read or _part)(part, f"{where}[{index}]") for index, part in enumerate(parts))
+            return "\n".join(read(part, f"{where}[{index}]") for index, part in enumerate(parts))
     raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(content)}", param="input")
 
 
@@ -276,12 +285,3 @@ def _result_part(part: object, where: str) -> str:
         case {"type": "input_image" | "input_file" as kind}:
             return media_note(kind.removeprefix("input_"))
     return _part(part, where)
-
-
-def _part(part: object, where: str) -> str:
-    match part:
-        case {"type": "refusal", "refusal": str(text)}:
-            return text
-        case {"type": "input_text" | "output_text" | "text" | "reasoning_text" | "summary_text", "text": str(text)}:
-            return text
-    raise InvalidRequest(f"{where} must be text (input_text or output_text), got {brief(part)}", param="input")
