@@ -108,7 +108,7 @@ def typed(item: Field[Any], value: Any) -> Any:
     if annotation.startswith("Mapping[str, int]"):
         words += " of whole numbers"
         right = isinstance(value, Mapping) and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items())
-    if right and isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
+    if right and isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         right, words = False, "text in UTF-8"
     if not right:
         raise ValueError(f"--{item.name.replace('_', '-')}: expected {words}, got {value!r:.100}")
