@@ -43,6 +43,8 @@ def test_a_static_batch_may_be_larger_than_the_default_batch_of_any_device(devic
         ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype: expected one of auto, float32, float16, bfloat16, int8, fp8, got 'fp4'"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"--max-num-batched-tokens \(8\) must be at least --max-num-seqs \(9\)"),
         ({"model": "/m\udcff"}, "--model: expected text in UTF-8"),
+        ({"tenant_weights": {"a\udcff": 2}}, "--tenant-weights: expected text in UTF-8"),
+        ({"enable_lora": True, "lora_modules": {"a": "/m\udcff"}}, "--lora-modules: expected text in UTF-8"),
         ({"tenant_weights": {"a": 0}}, "--tenant-weights: a's must be an integer from 1 to 10000, got 0"),
         ({"tenant_weights": {"a": 10_001}}, "--tenant-weights: a's must be"),
     ],

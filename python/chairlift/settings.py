@@ -108,7 +108,8 @@ def typed(item: Field[Any], value: Any) -> Any:
     if annotation.startswith("Mapping[str, int]"):
         words += " of whole numbers"
         right = isinstance(value, Mapping) and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items())
-    if right and isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+    texts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else (value,)
+    if right and any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
         right, words = False, "text in UTF-8"
     if not right:
         raise ValueError(f"--{item.name.replace('_', '-')}: expected {words}, got {value!r:.100}")
