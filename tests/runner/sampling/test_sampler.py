@@ -439,9 +439,9 @@ class Only:
     ("fields", "form", "names"),
     [
         ({"allowed_token_ids": (3, 40), "bad_words": ((3,), (40,))}, None, "allowed_token_ids and bad_words"),
-        ({"allowed_token_ids": (2,), "min_tokens": 1}, None, "allowed_token_ids and min_tokens"),
-        ({"allowed_token_ids": (3,)}, Only(40), "allowed_token_ids and the structured output"),
-        ({"bad_words": ((40,),), "min_tokens": 1}, Only(40), "bad_words and min_tokens and the structured output"),
+        ({"allowed_token_ids": (2,), "min_tokens": 1, "bad_words": ((9,),)}, None, "allowed_token_ids and min_tokens"),
+        ({"allowed_token_ids": (3,), "min_tokens": 1}, Only(40), "allowed_token_ids and the structured output"),
+        ({"bad_words": ((40,),), "min_tokens": 1}, Only(40), "bad_words and the structured output"),
         ({"allowed_token_ids": (3,)}, Only(3), None),
         ({"allowed_token_ids": (3,)}, Only(None), None),
         ({"min_tokens": 1}, None, None),

@@ -76,8 +76,8 @@ class Bias:
             return None  # without the two, the other fields name too few tokens to exclude all
         fields = {
             "allowed_token_ids": self.allowed is not None,
-            "bad_words": self._last_tokens_of_words().size > 0,
-            "min_tokens": self._min_tokens_left > 0,
+            "bad_words": np.isin(left, self._last_tokens_of_words()).any(),
+            "min_tokens": self._min_tokens_left and np.isin(left, self._ends).any(),
             "the structured output": octets is not None,
         }
         names = " and ".join(name for name, excludes in fields.items() if excludes)
