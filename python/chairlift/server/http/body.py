@@ -40,8 +40,8 @@ async def read_json(
 ) -> dict[str, Any]:
     """Reads the body as a JSON object; raises ApiError 400, 408, 413 or 415, and Starlette's ClientDisconnect.
 
-    The request is admitted before its body is parsed, unless it is not `counted`: raises ApiError 429, too, and 503 while no model serves
-    or holds new requests, unless it `computes` nothing. If it is `queued` for the engine, it takes a place in the queue: raises ApiError
+    The request is admitted before its body is parsed, unless it is not `counted`: raises ApiError 429, too. If it also `computes`, raises
+    ApiError 503 if no model serves or holds new requests. If it is `queued` for the engine, it takes a place in the queue: raises ApiError
     503, too. Unless it is `required`, an empty body is an object without fields.
     """
     if counted and computes:

@@ -29,7 +29,7 @@ _ADVICE = {"kv_blocks": ": raise --kv-cache-memory-bytes or lower --max-num-seqs
 
 
 def redact_query(record: logging.LogRecord) -> bool:
-    """Log filter that hides the values of a URL's query: a client may have put its API key there."""
+    """Log filter that hides the values of a URL's query, where a client may have put its API key, and cuts long paths and methods."""
     if isinstance(record.args, tuple) and len(record.args) == len(_ACCESS):
         client, method, path, *rest = record.args
         redacted = _QUERY_VALUE.sub(lambda match: f"{match[1] or ''}[redacted]", str(path))
