@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -46,9 +45,6 @@ from chairlift.tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
     from chairlift.runner.interface import Runner
-
-
-log = logging.getLogger("chairlift")
 
 
 OnPrepared = Callable[[Callable[[], None]], None]
@@ -125,11 +121,6 @@ class Engine:
     @stage.setter
     def stage(self, stage: tuple[str, float]) -> None:
         self._steps.stage = stage
-
-    @property
-    def progress(self) -> int:
-        """The runner's progress (see `Runner.progress`)."""
-        return self.runner.progress
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:
@@ -217,8 +208,6 @@ class Engine:
 
     def _begin_reads(self) -> bool:
         """Begins the reads of requests whose turn has come. Returns whether one of them can run now."""
-        if self._disk_cache is None:
-            return False
         can_run = False
         for tag in self._scheduler.take_reads():
             if (state := self._sequences.get(tag)) is not None and state.read is not None:
@@ -365,17 +354,16 @@ class Engine:
         self._write_journal()
         logprobs, details = logprobs_of(sampled, step.tags, outputs.tags)
         cached, dropped = self._scheduler.take_cache_changes()
-        ended, starved_tags = [*expired, *outputs.ended, *starved], [timeline["tag"] for timeline in starved]
         return StepOutputs(
             outputs.tags,
             outputs.tokens,
             outputs.finishes,
             logprobs,
             started,
-            ended,
+            [*expired, *outputs.ended, *starved],
             details=details,
             prompts=sampled.prompts,
-            starved=starved_tags,
+            starved=[timeline["tag"] for timeline in starved],
             cached=cached,
             dropped=dropped,
             refusals={int(step.tags[at]): reason for at, reason in sampled.refusals.items()},

@@ -225,7 +225,7 @@ class StepOutputs(Frame):
     embedding are its numbers (f32). Those of a sequence that ended with an error mean nothing.
     `starved` are the tags in `ended` that failed because the device was out of memory. `cached` and `dropped` are the names (u64) of the
     KV blocks that prompts can reuse since the last frame, and of those that they cannot reuse any more.
-    `refusals` (by tag) say why sequences ended with an error, if their own grammars were the reason (see `InvalidRequest.packed`).
+    `refusals` (by tag) say why sequences ended with an error, if their own fields were the reason (see `InvalidRequest.packed`).
     """
 
     tags: bytes = b""

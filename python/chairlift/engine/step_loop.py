@@ -84,7 +84,7 @@ class StepLoop:
     def progress(self) -> int:
         """A number that changes while the current engine's step computes, for the watchdog."""
         current = self._current
-        return 0 if current is None else current.progress
+        return 0 if current is None else current.runner.progress
 
     @property
     def first_step(self) -> float:
