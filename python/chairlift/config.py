@@ -294,7 +294,7 @@ class EngineConfig:
         20 << 30, "maximum size of that directory, like 20G; the least recently used blocks are deleted", parse_size
     )
     swap_space: int = _cache(
-        0, "host memory for the KV of preempted requests and parked sessions, like 4G; without it they are computed again", parse_size
+        0, "host memory for the KV of preempted requests and parked sessions, like 4G; without it their KV is computed again", parse_size
     )
     watermark: float = _cache(
         0.05, "share of the KV blocks kept free when a request is admitted, so that those running can grow", float, metavar="X"

@@ -123,7 +123,7 @@ def add_model(
     help += f" [{ENV_PREFIX}MODEL]"
     if positional:
         parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, action=_Model, help=help)
-        help = "the same as a flag"
+        help = "MODEL as a flag"
     parser.add_argument("--model", metavar="MODEL", action=_Model, help=help)
     read_variable(parser, "model")
 

@@ -26,8 +26,8 @@ examples:
   chairlift join 10.0.0.1:7000 --engine-secret-file secret                            on this one
   chairlift join 10.0.0.1:7000 --engine-secret-file secret --model /models/llama      a model of this machine's disk
 
-The server names no file of this machine: only those of these flags are used. Without --model the model
-is fetched by the name that the server has for it, from the Hugging Face hub for example. Ctrl-C ends the engine after its requests;
+The server cannot name a file of this machine: the engine reads those that these flags name. Without --model it downloads the
+model by the name that the server has for it, from the Hugging Face hub for example. Ctrl-C ends the engine after its requests;
 those that take longer than the server's --shutdown-timeout go on in another engine. A second Ctrl-C ends it at once.
 """
 

@@ -25,7 +25,7 @@ def add_parser(commands: Any, summary: str) -> None:
     parser = flags.add_command(commands, "rm", summary, _EXAMPLES, run)
     parser.add_argument("name", metavar="MODEL", help="name of the model, as 'chairlift list' shows it")
     flags.add_fields(parser, EngineConfig, ("cache_dir",))
-    parser.add_argument("--yes", action="store_true", help="ask nothing")
+    parser.add_argument("--yes", action="store_true", help="delete without a question")
 
 
 def run(args: argparse.Namespace) -> int:

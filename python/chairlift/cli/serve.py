@@ -63,9 +63,9 @@ def add_parser(commands: Any, summary: str) -> None:
         action=flags.Models,
         default=argparse.SUPPRESS,
         metavar="[NAME=]MODEL",
-        help=f"{flags.MODEL_SOURCES} (default: {DEFAULT_MODEL}); several are loaded when they are asked for [CHAIRLIFT_MODEL]",
+        help=f"{flags.MODEL_SOURCES} (default: {DEFAULT_MODEL}); several are loaded when requests name them [CHAIRLIFT_MODEL]",
     )
-    flags.add_model(parser, "the same as a flag, for one model", positional=False)
+    flags.add_model(parser, "MODEL as a flag, for one model", positional=False)
     flags.add_fields(parser, ServerConfig)
     flags.add_fields(parser, EngineConfig)
     parser.add_argument("--enable-auto-tool-choice", action="store_true", help="vLLM's flag, without effect: tool calls are always read")

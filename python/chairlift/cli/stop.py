@@ -14,7 +14,8 @@ _EXAMPLES = """\
 examples:
   chairlift stop chat            unload the model `chat` of the server at http://127.0.0.1:8000 when it is idle
 
-The next request loads it again. It is refused for models that the server preloads. The server itself stops with Ctrl-C or SIGTERM.
+The next request loads the model again. The server refuses to unload a model that it preloads.
+The server itself stops with Ctrl-C or SIGTERM.
 """
 
 

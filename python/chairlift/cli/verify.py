@@ -20,7 +20,7 @@ examples:
   chairlift verify ./model --python ~/env/bin/python           with the transformers of another environment
 
 The report can be pasted into an issue. It says where the first token, log-probability or number differs, and how close the choice was.
-All is computed in float32. Of a GGUF file with other types, llama.cpp gets a copy in float32, in the directory for temporary files.
+Both compute in float32. If a GGUF file has other types, llama.cpp gets a copy in float32, in the directory for temporary files.
 
 The exit status is 0 if both agree, 1 if they differ, 2 if they cannot be compared.
 """

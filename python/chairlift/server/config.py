@@ -137,7 +137,7 @@ class ServerConfig:
     )
     replicas: int = _flag(
         1,
-        "engines of this machine that serve each model, each in a process of its own; requests of one that dies go on in another",
+        "engines of this machine that serve each model, each in a process of its own; requests of an engine that dies go on in another",
         parse_size,
         metavar="N",
         aliases=(
