@@ -17,7 +17,7 @@ class PackedAdapter(NamedTuple):
     """An adapter that was read and packed, and is not loaded yet."""
 
     packed: Any
-    """What `Runner.add_adapter` takes."""
+    """What `add` of the runner's adapters takes."""
     digest: bytes
 
 

@@ -290,7 +290,7 @@ class _Stream(Stream):
     _ready: deque[_Stream] | None = None
 
     def take(self, most: int = sys.maxsize) -> list[RequestOutput]:
-        """See `Request.take`. Another thread's step may bring tokens, before or after it."""
+        """See `Stream.take`. Another thread's step may bring tokens, before or after it."""
         with self.delivering:
             return super().take(most)
 
