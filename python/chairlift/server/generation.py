@@ -221,14 +221,9 @@ class Generation:
             max_wait=self._max_wait,
             sequence=self._sequence,
         )
-
-        def on_start() -> None:
-            progress.started = True
-            self._ticket.started()
-
         try:
             times = progress.times
-            async with aclosing(submission.outputs(on_start, times.observe, times.reset)) as outputs:
+            async with aclosing(submission.outputs(self._ticket.started, times.observe, times.reset)) as outputs:
                 async for output in outputs:
                     self._count_tokens(progress, output)
                     if output.finish_reason:
@@ -253,7 +248,7 @@ class Generation:
             dropped = isinstance(error, SequenceDropped)
             progress.reason = "abort" if dropped else "error"
             # One that ran before its grammar or its biases ended it has used what others use.
-            if isinstance(error, QueueFull | InvalidRequest | WaitTooLong) and not dropped and not progress.started:
+            if isinstance(error, QueueFull | InvalidRequest | WaitTooLong) and not dropped and not submission.started:
                 self._count_refusal(progress, error)
             raise
         finally:
@@ -347,8 +342,6 @@ class _Progress:
     times: _TokenTimes
     usage_log: UsageLog | None
     """None if there is none, or it has the prompt's record."""
-    started: bool = False
-    """Whether an engine has begun to compute the prompt."""
     refused: bool = False
     """Whether the engine took nothing of the prompt."""
     reason: str = "abort"

@@ -81,6 +81,8 @@ class Submission:
         """The request in the engine client, with all tokens so far; None before it is submitted, and to start over."""
         self._fingerprint: object = None
         """Of the engine that has it."""
+        self.started = False
+        """Whether an engine has begun to compute the prompt."""
 
     async def outputs(
         self, on_start: Callable[[], None], on_output: Callable[[RequestOutput], None], on_loss: Callable[[], None]
@@ -93,12 +95,10 @@ class Submission:
         """
         pending: list[RequestOutput] = []
         delivered = False
-        started = False
 
         def start() -> None:
-            nonlocal started
-            if not started:
-                started = True
+            if not self.started:
+                self.started = True
                 on_start()
 
         while True:
