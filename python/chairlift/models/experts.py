@@ -73,6 +73,17 @@ class Experts:
         return has(both + MXFP4_BLOCKS) or shaped
 
 
+def whole_name(has: Callable[[str], bool], name: str) -> str | None:
+    """Returns the name of the tensor of all experts, if there is one. `has` says whether there is a tensor of a name."""
+    name = name.replace(".{}", "")
+    return next((whole for whole in (f"{name}.weight", name) if has(whole)), None)
+
+
+def has_matrices(has: Callable[[str], bool], name: str) -> bool:
+    """Whether there are matrices of this name, in one tensor of all experts or in one for each."""
+    return whole_name(has, name) is not None or has(f"{name.format(0)}.weight")
+
+
 def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts | None:
     """Parses the experts of a model with `layers` layers; None if it has none.
 

@@ -12,7 +12,7 @@ from chairlift.layers import experts as layers
 from chairlift.layers.activation import activate
 from chairlift.layers.linear import Activations, Linear, Quantised, Weight, multiplied_out, quantise
 from chairlift.models.blocks import Block, LayerWeights, Pass, mlp_norm
-from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_GROUP, MXFP4_SCALES, Experts
+from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_GROUP, MXFP4_SCALES, Experts, has_matrices, whole_name
 
 
 class Mixture(Block):
@@ -83,7 +83,7 @@ class _Reader:
             both = self._transposed(names.both, 2 * inner, self._hidden)
             in_turn = names.alternating
             return self._rounded(_each(both, lambda x: torch.cat((x[:, ::2], x[:, 1::2]), 1) if in_turn else x.contiguous()))
-        if names.gate and self._has(names.gate_up):
+        if names.gate and has_matrices(self._source.has, self._prefix + names.gate_up):
             return self._filled(((names.gate_up, 2 * inner),), self._hidden)
         return self._filled(tuple((name, inner) for name in (names.gate, names.up) if name), self._hidden)
 
@@ -106,17 +106,9 @@ class _Reader:
         found = [take(f"{self._prefix}{name.replace('.{}', '')}.bias", self._count, size) for name, size in sizes.items()]
         return torch.cat(found[:-1], 1), found[-1]
 
-    def _whole(self, name: str) -> str | None:
-        """The name of the tensor of all experts, if there is one."""
-        name = self._prefix + name.replace(".{}", "")
-        return next((whole for whole in (f"{name}.weight", name) if self._source.has(whole)), None)
-
-    def _has(self, name: str) -> bool:
-        return self._whole(name) is not None or self._source.has(f"{self._prefix}{name.format(0)}.weight")
-
     def _filled(self, parts: tuple[tuple[str, int], ...], ins: int) -> Weight:
         """Matrices of all experts with the rows of several projections, each from one tensor or from one for each expert."""
-        if len(parts) == 1 and (whole := self._whole(parts[0][0])):
+        if len(parts) == 1 and (whole := whole_name(self._source.has, self._prefix + parts[0][0])):
             return self._rounded(self._source.take(whole, self._count, parts[0][1], ins))
         out: Weight | None = None
         start, total = 0, sum(size for _, size in parts)
@@ -134,7 +126,7 @@ class _Reader:
         return out
 
     def _matrices(self, name: str, rows: int, ins: int) -> Iterable[tuple[slice | int, Weight]]:
-        if whole := self._whole(name):
+        if whole := whole_name(self._source.has, self._prefix + name):
             yield slice(None), self._rounded(self._source.take(whole, self._count, rows, ins))
             return
         for expert in range(self._count):

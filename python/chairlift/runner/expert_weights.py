@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from chairlift.checkpoint.safetensors_file import DTYPES, Array, as_array, as_float32
 from chairlift.errors import UnsupportedModel
-from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_SCALES, Experts
+from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_SCALES, Experts, has_matrices, whole_name
 from chairlift.runner.weights import Part, Weights, in_memory, made, split_rows
 
 MXFP4 = 39
@@ -26,7 +26,7 @@ def gate_and_up(weights: Weights, experts: Experts, prefix: str, hidden: int) ->
         name = prefix + names.both
         alternate, halves = (slice(0, None, 2), slice(1, None, 2)), (slice(0, inner), slice(inner, None))
         return [_columns(weights, name, experts.count, hidden, 2 * inner, rows) for rows in (alternate if names.alternating else halves)]
-    if _has(weights, prefix + names.gate_up):
+    if has_matrices(weights.has, prefix + names.gate_up):
         fused = _matrices(weights, prefix + names.gate_up, experts.count, 2 * inner, hidden)
         pairs = [split_rows(part, 2, hidden) for part in fused]
         return [[gate for gate, _ in pairs], [up for _, up in pairs]]
@@ -100,18 +100,8 @@ def _mxfp4(weights: Weights, name: str, count: int, outs: int, ins: int, rows: s
     return blocks
 
 
-def _whole(weights: Weights, name: str) -> str | None:
-    """Returns the name of the tensor of all experts, if there is one."""
-    name = name.replace(".{}", "")
-    return next((whole for whole in (f"{name}.weight", name) if weights.has(whole)), None)
-
-
-def _has(weights: Weights, name: str) -> bool:
-    return _whole(weights, name) is not None or weights.has(f"{name.format(0)}.weight")
-
-
 def _matrices(weights: Weights, name: str, count: int, rows: int, ins: int) -> list[Part]:
     """Returns the matrices [rows, ins] of all experts, from one tensor or from one for each expert."""
-    if whole := _whole(weights, name):
+    if whole := whole_name(weights.has, name):
         return split_rows(weights.part(whole, count, rows, ins), count, ins)
     return [weights.part(f"{name.format(expert)}.weight", rows, ins) for expert in range(count)]
