@@ -436,6 +436,8 @@ class Scheduler:
         It is at least what one sequence of the maximum length needs, and at most all blocks. Cached blocks beyond it are evicted. Running
         sequences keep their blocks and get no more until they hold less.
         """
+    def set_upstream_token_time(self, ns: int, now: int) -> None:
+        """Sets the nanoseconds that a prompt token takes at another server. Reloads of sessions are spread from now on."""
     def evict_cached(self, now: int) -> None:
         """Evicts all cached blocks that no running sequence uses, and those of held sequences."""
     def close_queue(self, closed: bool, now: int) -> None:

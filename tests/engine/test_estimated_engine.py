@@ -9,6 +9,7 @@ from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.estimated_engine import HEADROOM, EstimatedEngine
 from chairlift.engine.frames import Answering, Estimate, ServerRestarted
 from chairlift.engine.hosted_engine import HostedEngine
+from chairlift.engine.replica_router import PREFILL_TOKENS
 from chairlift.gate.model_files import write_model_files
 from chairlift.sampling import SamplingParams
 
@@ -242,6 +243,16 @@ def test_the_router_is_told_what_does_not_fit_any_more_where_fewer_tokens_are_fo
     cached, dropped = changes(4, 17)
     assert dropped > 80 * cached > 0
     engine.close()
+
+
+def test_steps_that_end_early_do_not_make_prompts_look_fast(engine, clock):
+    for tag in range(1, 9):
+        add(engine, tag, 100)
+        engine.step()
+        clock.seconds += 0.01
+        engine.learn(Answering(tag))
+    engine.learn(Estimate(step_us=10_000, token_ns=1_000_000, blocks=BLOCKS))
+    assert engine.stats().predicted_prefill_us == PREFILL_TOKENS * 1000
 
 
 def test_nothing_is_cached_after_a_restart_of_the_other_server(engine, clock):

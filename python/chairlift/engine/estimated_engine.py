@@ -109,6 +109,8 @@ class EstimatedEngine(Engine):
             case Estimate():
                 self._step_seconds, self._token_seconds, self._ahead = news.step_us / 1e6, news.token_ns / 1e9, news.ahead
                 self.set_block_limit(news.blocks)
+                # The steps here end early while requests wait, so they do not say how long prompts take.
+                self._scheduler.set_upstream_token_time(news.token_ns, clock.now())
             case Answering(tag) if tag in self._admitted:
                 self._prompts.remove(tag, time.monotonic(), computed=True)
             case ServerRestarted():

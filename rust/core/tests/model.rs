@@ -54,6 +54,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..40u32).prop_map(Op::SetBlockLimit),
         1 => any::<bool>().prop_map(Op::CloseQueue),
         1 => Just(Op::EvictCached),
+        1 => (0..1_000_000_000u64).prop_map(Op::SetUpstreamTokenTime),
         1 => prop_oneof![3 => 0..40u64, 1 => 50_000_000..700_000_000u64].prop_map(Op::Wait),
         1 => (0..30usize).prop_map(Op::Abort),
         1 => (0..30usize).prop_map(Op::Stop),

@@ -252,6 +252,11 @@ impl Scheduler {
         Ok(self.lock()?.core.set_block_limit(blocks, now))
     }
 
+    fn set_upstream_token_time(&self, ns: u64, now: core::Time) -> PyResult<()> {
+        self.lock()?.core.set_upstream_token_time(ns, now);
+        Ok(())
+    }
+
     fn evict_cached(&self, now: core::Time) -> PyResult<()> {
         self.lock()?.core.evict_cached(now);
         Ok(())

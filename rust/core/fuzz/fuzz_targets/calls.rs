@@ -103,6 +103,7 @@ fn op(bytes: &mut Unstructured) -> Result<Op> {
         18 => Op::SetBlockLimit(bytes.int_in_range(0..=40)?),
         22 => Op::CloseQueue(bytes.arbitrary()?),
         23 => Op::EvictCached,
+        25 => Op::SetUpstreamTokenTime(bytes.int_in_range(0..=1_000_000_000)?),
         19..=20 => Op::Prepare { which: bytes.int_in_range(0..=30)?, next: preparation(bytes)? },
         21 => Op::NoteSession {
             tenant: bytes.int_in_range(0..=3)?,

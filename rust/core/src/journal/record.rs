@@ -125,6 +125,8 @@ pub enum Call {
     Commit(Sampled),
     /// All cached blocks were evicted.
     EvictCached,
+    /// The nanoseconds of a prompt token at another server were set.
+    SetUpstreamTokenTime(u64),
     /// A request was added. It is recorded as [`Record::Add`]. The last kind, because it has no number in a journal.
     #[serde(skip)]
     Add(Arc<Arrival>),

@@ -189,6 +189,12 @@ impl Recorder {
         self.scheduler.set_block_limit(blocks, now)
     }
 
+    /// See [`Scheduler::set_upstream_token_time`].
+    pub fn set_upstream_token_time(&mut self, ns: u64, now: Time) {
+        self.record(now, |_| Call::SetUpstreamTokenTime(ns));
+        self.scheduler.set_upstream_token_time(ns, now);
+    }
+
     /// See [`Scheduler::evict_cached`].
     pub fn evict_cached(&mut self, now: Time) {
         self.record(now, |_| Call::EvictCached);

@@ -212,6 +212,7 @@ impl Replay {
             Call::SetBlockLimit(blocks) => {
                 self.scheduler.set_block_limit(*blocks, now);
             }
+            Call::SetUpstreamTokenTime(ns) => self.scheduler.set_upstream_token_time(*ns, now),
             Call::EvictCached => self.scheduler.evict_cached(now),
             Call::CloseQueue(closed) => self.scheduler.close_queue(*closed, now),
             Call::Expire => self.scheduler.expire(now, &mut self.ended),

@@ -30,6 +30,16 @@ impl Scheduler {
         (self.model.prefill(0.0, each) * f64::from(backlog.reqs) + outputs) as Time
     }
 
+    /// Sets the nanoseconds that a prompt token takes at another server, for a caller whose steps do not last as long as their prompts.
+    ///
+    /// Reloads of sessions are spread from now on: that server evicts contexts in an order of its own, and keeps fewer of active sessions if
+    /// others come back close together.
+    pub fn set_upstream_token_time(&mut self, ns: u64, now: Time) {
+        self.accounts.tick(now);
+        self.model.set_token_time(ns);
+        self.sessions.spread_reloads();
+    }
+
     /// Predicted duration of the latest planned step, in microseconds.
     pub fn predicted_step(&self) -> Time {
         self.model.step(self.steps.load()) as Time

@@ -6,6 +6,8 @@ use crate::request::Time;
 pub(super) const SHARE: f64 = 0.15;
 /// Microseconds of reloads that may be saved up.
 const BUCKET: f64 = 60e6;
+/// The part of the time that spread reloads may take while saved time is used.
+const SPREAD_SHARE: f64 = 0.2;
 /// Storage is read while the mean cost is less. After reads that cost more, reloads are computed until the mean is nearly that of computing.
 const READS: f64 = 1.05;
 /// The part of a new measurement in the mean cost.
@@ -37,13 +39,15 @@ pub(super) struct Reloads {
     /// Microseconds that are saved up. Below 0 after a reload that was longer.
     saved: f64,
     filled_at: Time,
+    /// When the next reload may begin, if they are spread.
+    next_at: Option<f64>,
     /// Mean time of reloads as a part of the time to compute them. `None` before the first one.
     cost: Option<f64>,
 }
 
 impl Default for Reloads {
     fn default() -> Self {
-        Self { saved: BUCKET, filled_at: 0, cost: None }
+        Self { saved: BUCKET, filled_at: 0, next_at: None, cost: None }
     }
 }
 
@@ -56,12 +60,20 @@ impl Reloads {
 
     /// Whether there is time for a reload. One that is longer than the bucket needs a full one.
     pub(super) fn allow(&self, reload: Reload) -> bool {
-        self.saved >= reload.takes.min(BUCKET)
+        self.saved >= reload.takes.min(BUCKET) && self.next_at.is_none_or(|next| next <= self.filled_at as f64)
+    }
+
+    /// Spreads reloads from now on, so that they do not take more than [`SPREAD_SHARE`] of any time.
+    pub(super) fn spread(&mut self) {
+        self.next_at.get_or_insert(0.0);
     }
 
     /// Records that a reload begins.
     pub(super) fn begin(&mut self, reload: Reload) {
         self.saved -= reload.takes;
+        if let Some(next) = &mut self.next_at {
+            *next = next.max(self.filled_at as f64) + reload.takes / SPREAD_SHARE;
+        }
         if !reload.reads {
             self.note_cost(reload);
         }
@@ -129,6 +141,25 @@ mod tests {
         assert!(reloads.allow(short) && !reloads.allow(long));
         reloads.fill(2 * paid + 100);
         assert!(reloads.allow(long));
+    }
+
+    #[test]
+    fn reloads_that_are_spread_do_not_follow_one_another_at_once() {
+        let mut reloads = Reloads::default();
+        let one = reload(1e6, 1e6);
+        for spread in [false, true] {
+            if spread {
+                reloads.spread();
+            }
+            reloads.begin(one);
+            assert_eq!(reloads.allow(one), !spread);
+        }
+        // A second of reloads is a fifth of five seconds.
+        reloads.fill(4_999_999);
+        assert!(!reloads.allow(one));
+        reloads.fill(5_000_000);
+        reloads.spread();
+        assert!(reloads.allow(one));
     }
 
     #[test]

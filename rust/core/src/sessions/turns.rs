@@ -150,6 +150,11 @@ impl Sessions {
         self.reloads.reads_pay()
     }
 
+    /// See [`Reloads::spread`].
+    pub(crate) fn spread_reloads(&mut self) {
+        self.reloads.spread();
+    }
+
     /// See [`Reloads::end_read`].
     pub(crate) fn end_read(&mut self, expected: Reload, takes: f64) {
         self.reloads.end_read(expected, takes);

@@ -108,6 +108,8 @@ pub struct StepModel {
     prefill_pace: f64,
     /// Times of the steps without prompt tokens.
     row_times: RowTimes,
+    /// Microseconds of a prompt token, if the caller measures them.
+    measured_token: Option<f64>,
 }
 
 impl Default for StepModel {
@@ -125,6 +127,7 @@ impl Default for StepModel {
             decode_load: Load::default(),
             prefill_pace: 1.0,
             row_times: RowTimes::default(),
+            measured_token: None,
         }
     }
 }
@@ -293,6 +296,11 @@ impl StepModel {
         self.mean
     }
 
+    /// Sets the nanoseconds of a prompt token, whatever steps with prompts take.
+    pub(crate) fn set_token_time(&mut self, ns: u64) {
+        self.measured_token = Some(ns as f64 / 1000.0);
+    }
+
     /// Predicted microseconds that `tokens` prompt tokens, after the first `from`, add to their steps.
     pub fn prefill(&self, from: f64, tokens: f64) -> f64 {
         self.prefill_token(from + tokens / 2.0) * tokens
@@ -300,7 +308,7 @@ impl StepModel {
 
     /// Predicted microseconds of a prompt token with `context` tokens before it.
     fn prefill_token(&self, context: f64) -> f64 {
-        self.weights[1] * SCALE[1] + self.weights[4] * SCALE[4] * context
+        self.measured_token.unwrap_or(self.weights[1] * SCALE[1] + self.weights[4] * SCALE[4] * context)
     }
 
     /// Prompt tokens that fit beside `load` into a step of `target` microseconds, with `context` tokens before them. At

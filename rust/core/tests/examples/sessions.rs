@@ -89,6 +89,17 @@ fn a_session_that_was_active_for_five_reloads_makes_room() {
 }
 
 #[test]
+fn turns_last_by_what_prompts_take_at_another_server() {
+    let mut lab = lab(config(&Fcfs));
+    // Three times as long as here.
+    lab.scheduler.set_upstream_token_time(3_000_000, lab.now);
+    first_turns(&mut lab, 3);
+    lab.finish();
+    let turn = lab.ended[&3].started.expect("it was served") - lab.ended[&1].arrived;
+    assert!((5 * 3_600_000..6 * 3_600_000).contains(&turn), "{turn}");
+}
+
+#[test]
 fn a_reload_longer_than_the_saved_time_gets_in() {
     // A context takes 120 s, and at most 60 s may be saved up.
     let mut lab = Lab::taught(config(&Fcfs), Cost(1000, 100_000, 10));

@@ -190,6 +190,7 @@ impl World {
             Op::ShareService { tenant, us } => self.share_service(tenant, us),
             Op::SetBlockLimit(blocks) => self.set_block_limit(blocks),
             Op::EvictCached => self.evict_cached(),
+            Op::SetUpstreamTokenTime(ns) => self.scheduler.set_upstream_token_time(ns, self.now),
             Op::CloseQueue(closed) => self.scheduler.close_queue(closed, self.now),
             Op::Wait(time) => self.now += time,
             Op::Abort(which) => _ = self.pick(which).map(|tag| self.end(tag, FinishReason::Abort)),

@@ -75,6 +75,8 @@ pub(crate) enum Op {
     SetBlockLimit(u32),
     /// Evicts all cached blocks.
     EvictCached,
+    /// Sets the nanoseconds of a prompt token at another server.
+    SetUpstreamTokenTime(u64),
     /// Closes the queue, or opens it.
     CloseQueue(bool),
     /// Advances the clock.

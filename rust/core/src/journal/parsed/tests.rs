@@ -74,6 +74,7 @@ fn put_record(journal: &mut Writer, now: Time, dice: &mut Dice, known: &mut u64,
         15 if dice.roll(2) == 0 => Call::SetBlockLimit(dice.roll(30) as u32),
         15 if dice.roll(2) == 0 => Call::CloseQueue(dice.roll(2) == 1),
         15 if dice.roll(2) == 0 => Call::EvictCached,
+        15 if dice.roll(2) == 0 => Call::SetUpstreamTokenTime(dice.roll(1 << 40)),
         _ if *known > 0 => {
             let source = DraftSource::of(dice.roll(9) as u32);
             Call::Draft { arrival_number: dice.roll(*known), tokens: dice.roll(6) as u32, accepted: 0, source }
