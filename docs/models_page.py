@@ -40,6 +40,7 @@ def _features(known: Architecture) -> list[str]:
         "sliding windows": known.windows is not Windows.NONE,
         "rotary base by kind of layer": known.local_theta is not None,
         "rotation of a part of each head": known.partial_rotary,
+        "rotation of neighbouring numbers": known.adjacent_pairs,
         "layers without rotary positions": known.no_rope_interval is not None,
         "models without rotary positions": known.position_type is not None,
         "queries that grow with their position": known.temperature,

@@ -96,8 +96,6 @@ OLMO3_ROPES = {"full_attention": {"rope_theta": 5e5, **YARN}, "sliding_attention
         ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
         ("granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
         ("gemma3_text", {"query_pre_attn_scalar": 16, "final_logit_softcapping": 4.0, "rope_parameters": GEMMA3_ROPES}),
-        ("glm4", {"pad_token_id": 0, "attention_bias": True}),
-        ("ernie4_5", {"pad_token_id": 0}),
         ("hunyuan_v1_dense", {"pad_token_id": 0}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.5, "use_qk_norm": True}),

@@ -75,6 +75,8 @@ def merge(model: torch.nn.Module, tensors: dict[str, np.ndarray], scale: float) 
         ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), False),
         ("phi4-mini", ("qkv_proj", "o_proj"), False),
         ("glm4-moe", ("q_proj", "k_proj", "v_proj"), False),
+        ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"), False),
+        ("ernie4.5", ("q_proj", "k_proj"), True),
     ],
 )
 @torch.inference_mode()

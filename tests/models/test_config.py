@@ -274,6 +274,31 @@ def test_the_context_follows_the_scaling():
     assert (dynamic.depends_on_length, linear.depends_on_length) == (True, False)
 
 
+def test_the_name_of_minimax_for_the_rotated_part_of_a_head():
+    minimax = {"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    assert parse(**minimax, num_key_value_heads=2, rotary_dim=8).rope.dim == 8
+    assert parse(**minimax, num_key_value_heads=2, rotary_dim=8, partial_rotary_factor=0.25).rope.dim == 4
+    assert parse(**minimax, num_key_value_heads=2).rope.dim == 16
+    with pytest.raises(UnsupportedModel, match="does not give an even part of a head's 16 numbers"):
+        parse(**minimax, num_key_value_heads=2, rotary_dim=24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [False, True, True, True, True, True]),
+        ({"moe_layer_end_index": -1}, [False, True, True, True, True, True]),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": 4}, [False, False, True, True, True, False]),
+        ({"moe_layer_start_index": 2, "moe_layer_interval": 2}, [False, False, False, True, False, True]),
+    ],
+)
+def test_the_layers_of_ernie_that_have_experts(changes, expected):
+    sizes = {"num_hidden_layers": 6, "num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}
+    config = parse(architectures=["Ernie4_5_MoeForCausalLM"], **sizes, **changes)
+    assert config.experts.layers == tuple(expected)
+    assert config.unread == ()
+
+
 def test_queries_keys_and_values_have_biases_where_transformers_has_them():
     sizes = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts": 4}
     for name, changes, expected in (
@@ -282,6 +307,8 @@ def test_queries_keys_and_values_have_biases_where_transformers_has_them():
         ("Qwen3Moe", {"attention_bias": True}, (True, True)),
         ("Qwen2", {"attention_bias": False}, (True, False)),
         ("Phi3", {"attention_bias": True}, (False, False)),
+        ("SeedOss", {}, (True, False)),
+        ("Glm", {}, (True, False)),
         ("InternLM3", {"model_type": "internlm3", "qkv_bias": True, "bias": True}, (True, True)),
         ("Llama", {"qkv_bias": True, "bias": True}, (False, False)),
     ):

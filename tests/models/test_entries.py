@@ -22,6 +22,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
     "GraniteMoeSharedForCausalLM": {"shared_intermediate_size": 8},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
@@ -175,7 +176,7 @@ def test_entries_beside_a_model_of_text_are_known(name: str) -> None:
     raw["text_config"] |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     known = WRAPPED[name, raw["text_config"]["model_type"]]
     if known.mixture or known.recurrence or known.global_head_dim:
-        raw["text_config"] = usual(name)["text_config"]
+        raw["text_config"] = usual(name)["text_config"] | SPECIAL.get(name, {})
     assert ModelConfig.parse(raw).unread == ()
     raw |= {"depth_of_thought": 3, "vocab_size": 50, "rope_theta": 5.0, "max_position_embeddings": None}
     raw["text_config"] |= {"rope_theta": 6.0}

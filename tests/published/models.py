@@ -58,6 +58,11 @@ LINEAR |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "tie_wo
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+DENSE_LATENT = {name: LATENT[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+DENSE_LATENT |= {"num_key_value_heads": 4}
+SOLAR = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 2.5}
+ERNIE = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SHARED = {"shared_expert_intermediate_size": 32}
 MROPE = {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_chunk_size": 16}
@@ -142,6 +147,16 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {**LATENT, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 2, "topk_group": 1},
     ),
+    "youtu": (
+        "YoutuForCausalLM",
+        {**DENSE_LATENT, "tie_word_embeddings": True, "pad_token_id": None},
+    ),  # transformers clears the row of a padding token
+    "seed-oss": ("SeedOssForCausalLM", HEADS),
+    "glm4": ("Glm4ForCausalLM", {**HEADS, "rope_parameters": HALF}),
+    "solar-open": ("SolarOpenForCausalLM", {**HEADS, **SOLAR}),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", {**HEADS, **LOCAL, "rope_parameters": HALF, "rotary_dim": 16}),
+    "ernie4.5": ("Ernie4_5ForCausalLM", {"head_dim": 16}),
+    "ernie4.5-moe": ("Ernie4_5_MoeForCausalLM", {"head_dim": 16, **ERNIE}),
     "bert": ("BertModel", ENCODER),
     "nomic-bert": ("NomicBertModel", ENCODER),
 }

@@ -39,6 +39,12 @@ LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0,
 GPT_OSS = {"rope_parameters": {"rope_theta": 500.0, **YARN, "truncate": False}, "initializer_range": 0.2}
 GLM = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 GLM |= {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5}
+SOLAR = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 2.5}
+SOLAR |= {"first_k_dense_replace": 0}
+ERNIE = {"moe_num_experts": 11, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+ERNIE |= {"head_dim": 16, "pad_token_id": 0}
+MINIMAX = {"num_local_experts": 11, "num_experts_per_tok": 3, "head_dim": 16}
+MINIMAX |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -62,6 +68,12 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"pad_token_id": 0, "sliding_window": 5, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     ("ministral3", {"rope_parameters": {"rope_theta": 500.0, **YARN, **TEMPERATURE}}),
     ("glm4_moe", GLM),
+    ("solar_open", SOLAR),
+    ("seed_oss", {"mlp_bias": True}),
+    ("glm4", {"pad_token_id": 0, "attention_bias": True}),
+    ("ernie4_5", {"pad_token_id": 0}),
+    ("ernie4_5_moe", ERNIE),
+    ("minimax_m2", MINIMAX),
     *gguf_latent.TINY,
 ]
 """Arguments of `tiny_model` for every architecture that is read from GGUF files."""
@@ -110,7 +122,7 @@ def gguf_name(kind: str) -> str:
     """The name of a model type of transformers in GGUF files."""
     names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
     names |= {"hunyuan_v1_dense": "hunyuan-dense", "gpt_oss": "gpt-oss", "mixtral": "llama", "glm4_moe": "glm4moe"}
-    names |= {"cohere": "command-r", "olmo3": "olmo2"}
+    names |= {"cohere": "command-r", "olmo3": "olmo2", "solar_open": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "minimax_m2": "minimax-m2"}
     names |= {kind: gguf_latent.KIND for kind, _ in gguf_latent.TINY}
     return names.get(kind, kind.removesuffix("_text"))
 
@@ -143,8 +155,8 @@ def gguf_of(
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata(tokenizer),
     }
-    if kind.startswith("glm4"):
-        values |= {f"{kind}.rope.dimension_count": int(head_dim * rope["partial_rotary_factor"])}
+    if kind.startswith(("glm4", "minimax")):
+        values |= {f"{kind}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0))}
     if kind in ("command-r", "cohere2"):
         values[f"{kind}.attention.layer_norm_epsilon"] = values.pop(f"{kind}.attention.layer_norm_rms_epsilon")
         values |= {f"{kind}.logit_scale": config.logit_scale, f"{kind}.rope.scaling.type": "none"}

@@ -8,10 +8,12 @@ KIND = "deepseek2"
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
 LATENT |= {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+DENSE = {name: LATENT[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.707, "mscale_all_dim": 0.707}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {**LATENT, "q_lora_rank": None, "rope_parameters": {"rope_theta": 500.0, **YARN}}),
     ("deepseek_v3", {**LATENT, **GROUPS, "rope_parameters": {"rope_theta": 500.0, **YARN}}),
+    ("youtu", {**DENSE, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     ("glm4_moe_lite", {**LATENT, "num_hidden_layers": 3, "routed_scaling_factor": 1.8}),
 ]
 
@@ -36,6 +38,9 @@ def metadata(config: Any) -> dict[str, Any]:
 
 def routed(config: Any, kind: str) -> dict[str, Any]:
     """The keys that describe the experts of DeepSeek's models and of those like them."""
+    if not hasattr(config, "n_routed_experts"):
+        values = {"leading_dense_block_count": config.num_hidden_layers, "expert_feed_forward_length": config.intermediate_size}
+        return {f"{kind}.{name}": value for name, value in values.items()} | {f"{kind}.expert_shared_count": 0}
     values = {
         "leading_dense_block_count": getattr(config, "first_k_dense_replace", 1),
         "expert_count": config.n_routed_experts,

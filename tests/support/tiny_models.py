@@ -61,10 +61,17 @@ MIXERS = {"layers_block_type": ["mamba", "attention", "moe", "mlp", "mamba"], "h
 MIXERS |= {"mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 11, "num_experts_per_tok": 3}
 MIXERS |= {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72, "routed_scaling_factor": 2.5, "chunk_size": 8}
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+DENSE_LATENT = dict(LATENT)
 LATENT |= {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1}
 GLM = {"head_dim": 16, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
 GLM |= {"attention_bias": True, "routed_scaling_factor": 2.5}
+SOLAR = {"head_dim": 16, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+ERNIE = {"moe_num_experts": 11, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+ERNIE |= {"head_dim": 8, "pad_token_id": 0, "tie_word_embeddings": True}
+HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+DENSE_GLM = {"head_dim": 16, "pad_token_id": 0, "rope_parameters": HALF}
+MINIMAX = {**LOCAL_EXPERTS, "head_dim": 16, "rope_parameters": HALF}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
 VISION35 = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8, "depth": 1, "out_hidden_size": 48}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8}
@@ -88,6 +95,10 @@ FAMILIES = {
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "mlp_bias": True}),
+    "glm": ("Glm", DENSE_GLM),
+    "glm4": ("Glm4", DENSE_GLM),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": ROPES, "final_logit_softcapping": 3.0}),
@@ -102,6 +113,9 @@ FAMILIES = {
     "mellum": ("Mellum", {**EXPERTS, **MELLUM, "rope_parameters": ROPES, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "glm4-moe": ("Glm4Moe", {**GLM, "use_qk_norm": True}),
     "glm4-moe-air": ("Glm4Moe", {**GLM, "use_qk_norm": False}),
+    "solar-open": ("SolarOpen", {**SOLAR, "routed_scaling_factor": 2.5}),
+    "minimax-m2": ("MiniMaxM2", MINIMAX),
+    "ernie4.5-moe": ("Ernie4_5_Moe", ERNIE),
     "gpt-oss": ("GptOss", {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 9, "rope_parameters": {**YARN, "truncate": False}}),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),
@@ -133,6 +147,7 @@ FAMILIES = {
     "deepseek-v2-groups": ("DeepseekV2", {**LATENT, **GROUPS, "topk_method": "group_limited_greedy", "q_lora_rank": 24}),
     "deepseek-v3": ("DeepseekV3", {**LATENT, **GROUPS, "q_lora_rank": 24, "rope_parameters": LATENT_YARN | {"mscale": 1.0}}),
     "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "q_lora_rank": 24, "rope_interleave": False, "routed_scaling_factor": 1.8}),
+    "youtu": ("Youtu", {**DENSE_LATENT, "q_lora_rank": 24, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 13}),
     "phi4-mini": ("Phi3", {**PHI, **LONG}),
     "phi4-mini-short": ("Phi3", {**PHI, "original_max_position_embeddings": 256, "rope_parameters": SHORT}),
@@ -145,6 +160,8 @@ QWEN2_VL = {"depth": 1, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "pat
 QWEN2_5_VL = VISION35 | {"fullatt_block_indexes": [0]}
 UNIFIED = {"patch_size": 8, "mm_embed_dim": 48, "mm_posemb_size": 16, "output_proj_dims": 48}
 UNIFIED_TEXT = {name: value for name, value in GEMMA4.items() if name != "vocab_size_per_layer_input"} | {"num_kv_shared_layers": 1}
+GLM4V = {"head_dim": 8, "pad_token_id": 0, "rope_parameters": {**HALF, "mrope_section": [1, 1]}}
+VISION_GLM = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 48, "patch_size": 8}
 MROPE2 = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -163,6 +180,9 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "InternVL3": ("InternVLForConditionalGeneration", {"model_type": "qwen2"}, INTERN),
     "InternVL3.5": ("InternVLForConditionalGeneration", {"model_type": "qwen3", "head_dim": 16}, INTERN),
     "Gemma 4 12B": ("Gemma4UnifiedForConditionalGeneration", UNIFIED_TEXT, UNIFIED),
+    "GLM-4.1V": ("Glm4vForConditionalGeneration", GLM4V, VISION_GLM),
+    "GLM-4.6V-Flash": ("Glm46VForConditionalGeneration", GLM4V, VISION_GLM),
+    "GLM-4.5V": ("Glm4vMoeForConditionalGeneration", {**GLM, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}}, VISION_GLM),
     "LFM2-VL": ("Lfm2VlForConditionalGeneration", {"model_type": "lfm2", **CONVOLUTIONS}, SIGLIP2),
 }
 """Classes of models that also read images, whose text is computed as one of FAMILIES, and settings of their two parts."""

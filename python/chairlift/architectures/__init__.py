@@ -1,6 +1,7 @@
 """The architectures that Chairlift's own code computes, as values. A new one is a value in a file here; docs/models.md lists them all."""
 
 from chairlift.architectures.architecture import (
+    GEMMA_NORMS,
     Architecture,
     Code,
     GGUFFormat,
@@ -13,18 +14,19 @@ from chairlift.architectures.architecture import (
     Scores,
     Windows,
 )
-from chairlift.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from chairlift.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, YOUTU
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
+from chairlift.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
 from chairlift.architectures.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
-from chairlift.architectures.glm import GLM4_MOE
+from chairlift.architectures.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.lfm2 import LFM2, LFM2_MOE
-from chairlift.architectures.llama import ARCEE, LLAMA, MINISTRAL3, MISTRAL
-from chairlift.architectures.mixtral import MIXTRAL
+from chairlift.architectures.llama import ARCEE, LLAMA, MINISTRAL3, MISTRAL, SEED_OSS
+from chairlift.architectures.mixtral import MINIMAX_M2, MIXTRAL
 from chairlift.architectures.nemotron import NEMOTRON_H
 from chairlift.architectures.olmo import OLMO2, OLMO3, OLMOE
-from chairlift.architectures.others import COHERE, COHERE2, ERNIE4_5, EXAONE4, GLM4, HUNYUAN_DENSE
+from chairlift.architectures.others import COHERE, COHERE2, EXAONE4, HUNYUAN_DENSE
 from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE
 from chairlift.architectures.smollm import SMOLLM3
@@ -34,6 +36,7 @@ __all__ = [
     "ARCHITECTURES",
     "ENCODERS",
     "ENCODER_GGUF",
+    "GEMMA_NORMS",
     "GGUF",
     "GGUF_MIXTURES",
     "HEADLESS",
@@ -57,6 +60,7 @@ __all__ = [
 
 DENSE = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, ARCEE),
+    *(SEED_OSS, GLM, GLM4, ERNIE4_5, YOUTU),
     *(LFM2, QWEN3_5, NEMOTRON_H),
 )
 MIXTURES = (
@@ -66,6 +70,9 @@ MIXTURES = (
     QWEN3_VL_MOE,
     MELLUM,
     GLM4_MOE,
+    SOLAR_OPEN,
+    MINIMAX_M2,
+    ERNIE4_5_MOE,
     GPT_OSS,
     OLMOE,
     GRANITE_MOE,
@@ -82,7 +89,7 @@ ALIASES = {alias: known for known in ARCHITECTURES.values() for alias in known.a
 HEADLESS = {name.replace("ForCausalLM", end): known for name, known in ARCHITECTURES.items() for end in ("Model", "TextModel")}
 """The architectures by the names of their classes without a head, of which transformers has one or the other: they compute embeddings."""
 
-OTHERS = (OLMO3, OLMO2, GLM4, ERNIE4_5, HUNYUAN_DENSE, EXAONE4, COHERE, COHERE2)
+OTHERS = (OLMO3, OLMO2, HUNYUAN_DENSE, EXAONE4, COHERE, COHERE2)
 """Architectures that transformers' code alone computes, and whose GGUF files can be read."""
 
 GGUF_MIXTURES: dict[str, tuple[Architecture, ...]] = {}

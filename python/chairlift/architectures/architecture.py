@@ -42,13 +42,22 @@ class Projections:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Names of norms in a checkpoint: the last one, and those of a layer, below `model.layers.N.`, of models without norms after blocks."""
+    """Names of norms in a checkpoint: the last one, and those of a layer, below `model.layers.N.`.
+
+    `after_attention` and `after_mlp` are those of models with norms after blocks.
+    """
 
     attention: str = "input_layernorm"
     query: str = "self_attn.q_norm"
     key: str = "self_attn.k_norm"
     mlp: str = "post_attention_layernorm"
     last: str = "model.norm"
+    after_attention: str = "post_attention_layernorm"
+    after_mlp: str = "post_feedforward_layernorm"
+
+
+GEMMA_NORMS = Norms(mlp="pre_feedforward_layernorm")
+"""Those of Gemma 2 and later, which has a norm after attention under Llama's name of the norm before the MLP."""
 
 
 class RecurrentKind(Enum):
@@ -201,7 +210,8 @@ class Architecture:
     beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone. The
     default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of
     the caps of attention scores and logits; None means that config.json's are not read. `rotary` is the default part of each head that is
-    rotated. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the default of
+    rotated. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated together instead of numbers half the rotated part
+    apart. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the default of
     `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries grow with their position. Every n-th
     layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are
     listed. `qkv_bias` is the key of whether queries, keys and values alone have biases, and its default. `inner` is the key of the MLP's
@@ -245,6 +255,7 @@ class Architecture:
     local_theta: float | None = None
     partial_rotary: bool = False
     rotary: float = 1.0
+    adjacent_pairs: bool = False
     no_rope_interval: int | None = None
     position_type: str | None = None
     temperature: bool = False

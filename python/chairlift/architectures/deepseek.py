@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 and GLM-4.7-Flash: attention to latents, and experts."""
+"""DeepSeek V2 and V3, GLM-4.7-Flash and Youtu-LLM: attention to latents, and experts in all but the last."""
 
 from dataclasses import replace
 
@@ -73,3 +73,21 @@ GLM4_MOE_LITE = replace(
     rms_norm_eps=1e-5,
     mixture=replace(SIGMOID, dense=("first_k_dense_replace", 1), groups=(1, 1)),
 )
+YOUTU = replace(
+    DEEPSEEK_V3,
+    name="YoutuForCausalLM",
+    model_type="youtu",
+    models="Youtu-LLM-2B",
+    gguf=GGUFFormat(
+        names=("deepseek2",),
+        keys={
+            "first_k_dense_replace": Key("leading_dense_block_count", int, optional=True),
+            "moe_intermediate_size": Key("expert_feed_forward_length", int, optional=True),
+        },
+        tensors=TENSORS,
+    ),
+    max_positions=131072,
+    tied=True,
+    mixture=None,
+)
+"""Its GGUF files have DeepSeek's name, and no experts."""

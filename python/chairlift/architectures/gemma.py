@@ -1,6 +1,17 @@
 """Gemma 1 to 4."""
 
-from chairlift.architectures.architecture import POST_NORMS, TOP, Architecture, Code, GGUFFormat, Key, Mixture, Projections, Windows
+from chairlift.architectures.architecture import (
+    GEMMA_NORMS,
+    POST_NORMS,
+    TOP,
+    Architecture,
+    Code,
+    GGUFFormat,
+    Key,
+    Mixture,
+    Projections,
+    Windows,
+)
 
 TENSORS = {"ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
 """Gemma has an additional norm after attention and after the MLP, and other names for the norms before them."""
@@ -44,6 +55,7 @@ GEMMA2 = Architecture(
     window_interval=2,
     norm_offset=1.0,
     post_norms=True,
+    norms=GEMMA_NORMS,
     activation="gelu_tanh",
     query_scalar=256.0,
     softcaps=(50.0, 30.0),
@@ -82,6 +94,7 @@ GEMMA3 = Architecture(
     qk_norm=True,
     norm_offset=1.0,
     post_norms=True,
+    norms=GEMMA_NORMS,
     activation="gelu_tanh",
     query_scalar=256.0,
     softcaps=(None, None),
@@ -139,6 +152,7 @@ GEMMA4 = Architecture(
     window_interval=6,
     qk_norm=True,
     post_norms=True,
+    norms=GEMMA_NORMS,
     activation="gelu_tanh",
     query_scalar=1.0,
     softcaps=(None, None),

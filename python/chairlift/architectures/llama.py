@@ -1,4 +1,4 @@
-"""Llama, Arcee, Mistral and Ministral."""
+"""Llama, Arcee, Seed-OSS, Mistral and Ministral."""
 
 from chairlift.architectures.architecture import Architecture, GGUFFormat, Projections, Windows
 
@@ -29,6 +29,17 @@ ARCEE = Architecture(
     projections=Projections(gate_up=("mlp.up_proj",)),
     mlp_bias=True,
     activation="relu2",
+)
+SEED_OSS = Architecture(
+    name="SeedOssForCausalLM",
+    model_type="seed_oss",
+    models="Seed-OSS-36B",
+    gguf=GGUFFormat(names=("seed_oss",), tensors={"post_attention_norm": "post_attention_layernorm"}),
+    head_dim=128,
+    max_positions=524288,
+    qkv_bias=("attention_bias", True),
+    output_bias=False,
+    mlp_bias=True,
 )
 MISTRAL = Architecture(
     name="MistralForCausalLM",

@@ -2,30 +2,6 @@
 
 from chairlift.architectures.architecture import POST_NORMS, Architecture, Code, GGUFFormat, Key, Windows
 
-GLM4 = Architecture(
-    name="Glm4ForCausalLM",
-    model_type="glm4",
-    models="GLM-4-0414, GLM-Z1",
-    code=Code.TRANSFORMERS,
-    gguf=GGUFFormat(
-        names=("glm4",),
-        tensors={
-            "ffn_up": "mlp.gate_up_proj",
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-        },
-    ),
-    qkv_bias=("attention_bias", True),
-    partial_rotary=True,
-    post_norms=True,
-)
-ERNIE4_5 = Architecture(
-    name="Ernie4_5ForCausalLM",
-    model_type="ernie4_5",
-    models="ERNIE 4.5 0.3B",
-    code=Code.TRANSFORMERS,
-    gguf=GGUFFormat(names=("ernie4_5",), constants={"use_bias": False}),
-)
 HUNYUAN_DENSE = Architecture(
     name="HunYuanDenseV1ForCausalLM",
     model_type="hunyuan_v1_dense",

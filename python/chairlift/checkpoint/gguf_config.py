@@ -253,7 +253,9 @@ def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[s
         found[mixture.switch] = True
     if mixture.choice_bias:
         found["use_expert_bias"] = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
-    if mixture.shared and mixture.shared_count is None and mixture.shared_inner != "intermediate_size":
+    if mixture.shared_count:
+        file.value(f"{kind}.expert_shared_feed_forward_length")  # counts as read: it follows from the number of shared experts
+    elif mixture.shared and mixture.shared_inner != "intermediate_size":
         found[mixture.shared_inner] = size("expert_shared_feed_forward_length")
     return found
 

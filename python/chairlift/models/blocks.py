@@ -149,15 +149,18 @@ class Attention(Block):
         self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config))
         self.rounds = self.qkv.rounds_activations
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
-        # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
-        self.post_norm = weights.norm("post_attention_layernorm") if config.family.post_norms else None
+        self.post_norm = weights.norm(config.family.norms.after_attention) if config.family.post_norms else None
         self._head_norms = self._whole_norms = None
-        if config.family.whole_norms:
-            self._whole_norms = weights.norm(config.family.norms.query, queries), weights.norm(config.family.norms.key, kv)
-        elif config.qk_norm:
+        if config.qk_norm:
             head = torch.tensor(_spread_head(config), device=self.norm.device)
-            query, key = (weights.norm(name, self._dim) for name in (config.family.norms.query, config.family.norms.key))
-            self._head_norms = query[head], key[head]
+            whole = config.family.whole_norms
+            sizes = {config.family.norms.query: queries, config.family.norms.key: kv}
+            found = (weights.norm(name, size if whole else self._dim) for name, size in sizes.items())
+            query, key = (norm.view(-1, self._dim)[:, head].flatten() for norm in found)
+            if whole:
+                self._whole_norms = query, key
+            else:
+                self._head_norms = query, key
         self._sinks = weights.source.floats(f"{weights.prefix}self_attn.sinks", config.num_heads) if config.family.sinks else None
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
@@ -201,7 +204,7 @@ class Mlp(Block):
         self.gate_up = weights.gate_up(names, config.intermediate_size, config.mlp_bias)
         self.rounds = self.gate_up.rounds_activations
         self.down = weights.merged((names.down,), (config.hidden_size,), config.intermediate_size, config.mlp_bias)
-        self.post_norm = weights.norm("post_feedforward_layernorm") if config.family.post_norms else None
+        self.post_norm = weights.norm(config.family.norms.after_mlp) if config.family.post_norms else None
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
         """Computes the MLP."""
@@ -212,7 +215,7 @@ class Mlp(Block):
 
 def mlp_norm(weights: LayerWeights) -> torch.Tensor:
     """The weight of the norm before a layer's MLP or experts."""
-    return weights.norm("pre_feedforward_layernorm" if weights.config.family.post_norms else weights.config.family.norms.mlp)
+    return weights.norm(weights.config.family.norms.mlp)
 
 
 def norm_weight(config: ModelConfig, source: WeightSource, name: str, size: int | None = None) -> torch.Tensor:
@@ -222,9 +225,8 @@ def norm_weight(config: ModelConfig, source: WeightSource, name: str, size: int 
 
 
 def _spread_head(config: ModelConfig) -> list[int]:
-    """The order of a head's numbers in which the pairs of a partial rotation are half a head apart."""
-    partial = config.rope.dim != config.head_dim
-    return spread(config.head_dim, config.rope.dim) if partial else list(range(config.head_dim))
+    """The order of a head's numbers in which the pairs of a rotation are half a head apart."""
+    return [config.head_order[at] for at in spread(config.head_dim, config.rope.dim)]
 
 
 def _order(config: ModelConfig) -> torch.Tensor | None:
@@ -233,9 +235,9 @@ def _order(config: ModelConfig) -> torch.Tensor | None:
     In the checkpoint the rows of the query and of the gate of one head follow each other. Queries and keys have equal orders, which change
     no product.
     """
-    if config.rope.dim == config.head_dim and not config.family.gated_attention:
-        return None
     dim, head = config.head_dim, _spread_head(config)
+    if head == [*range(dim)] and not config.family.gated_attention:
+        return None
     pitch = dim * (2 if config.family.gated_attention else 1)
     queries, keys = config.num_heads * pitch, config.num_kv_heads * dim
     starts = [*range(0, queries, pitch), *range(queries, queries + keys, dim)]

@@ -106,6 +106,13 @@ class ModelConfig(ModelShape):
         return self.recurrence.state_bytes if self.recurrence else 0
 
     @property
+    def head_order(self) -> list[int]:
+        """The order of the numbers of a head of queries and keys in which rotated pairs are half the rotated part apart."""
+        rotated = self.rope.dim
+        pairs = [*range(0, rotated, 2), *range(1, rotated, 2)] if self.family.adjacent_pairs else [*range(rotated)]
+        return [*pairs, *range(rotated, self.head_dim)]
+
+    @property
     def gated(self) -> bool:
         """Whether MLPs and experts have a gate."""
         return self.family.activation != "relu2"

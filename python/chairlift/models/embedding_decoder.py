@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from chairlift.architectures import ARCHITECTURES, HEADLESS, EncoderArchitecture, Norms
+from chairlift.architectures import ARCHITECTURES, GEMMA_NORMS, HEADLESS, EncoderArchitecture, Norms
 from chairlift.architectures.encoders import decoder_layout
 from chairlift.architectures.llama import LLAMA
 from chairlift.errors import UnsupportedModel
@@ -57,7 +57,8 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
         "scaled or partial rotations": any(rope.scale != 1 or rope.dim != model.head_dim for rope in ropes),
         "multipliers": model.scales.residual != 1 or model.scales.embedding not in (1, model.hidden_size**0.5),
         "norms of all heads together": model.family.whole_norms,
-        "norms of other names": model.family.norms != Norms(),
+        "norms of other names": model.family.norms not in (Norms(), GEMMA_NORMS),
+        "rotated pairs of neighbours": model.family.adjacent_pairs,
         "fused projections": len(model.family.projections.gate_up) != 2,
         "biases of attention's output and of MLPs": model.output_bias or model.mlp_bias,
         "quantised weights": model.scheme or described_beside(directory),

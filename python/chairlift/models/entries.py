@@ -34,6 +34,7 @@ _DESCRIPTIVE = re.compile(
     # What follows from other entries, or is read with others alone.
     r"|(qk_|attention_)?head_dim|num_key_value_heads|\w*max_(seq|sequence)?_?len(gth)?|seq_length|initial_context_length|experts_per_token"
     r"|max_window_layers|use_sliding_window|(sliding_)?window_size|full_attention_interval|full_attn_idxs|intermediate_size|n_positions"
+    r"|moe_(norm_min|capacity|gate|use_aux_free)"
     r"|n_shared_experts|num_(local_)?experts|topk_method|(block_)?norm_eps|block_dim"
     r"|conv_(dim\w*|L_cache|bias)|num_heads|theta|expand|hidden_act|mamba_\w+"
     r"|classifier_\w+|summary_\w+|pooler_\w+|embedding_size|vocab_size_per_layer_input|tie_word_embeddings|decoder_bias|dense_seq_output"
@@ -64,12 +65,12 @@ _USUAL = {
 _CHANGES = re.compile(
     r"\w*(scale|scaling|scalar|scaling_factor|multiplier|softcap\w*|cap|clip\w*|clamp\w*|alibi\w*|temperature\w*|interleaved?|parallel_block|_act|activation\w*)"
     r"|\w*per_layer\w*|block_configs|\w*layers?_(pattern|config\w*|freq\w*|types?)"
-    r"|norm_topk_prob|attention_sinks?\w*|\w*lm_head_bias|pruned_heads"
+    r"|norm_topk_prob|attention_sinks?\w*|\w*lm_head_bias|pruned_heads|use_bias|attention_out_bias"
 )
 """Entries that change answers, unless their value is neutral."""
 _IMAGES = re.compile(r"\w*(image|tile|tiling|pixel|patch|thumbnail)\w*|(scale|downsample)_\w+|ignore_index|use_reentrant\w*|text_config")
 """Entries beside the configuration of a model of text, about the images that it can be given."""
-_EXPERTS = re.compile(r"\w*(expert|topk|top_k|moe|routed)\w*|\w*_group")
+_EXPERTS = re.compile(r"\w*(expert|topk|top_k|moe|routed)\w*|\w*_group|first_k_dense_replace")
 
 
 def check_entries(unread: Mapping[str, Any], *, experts: bool, flags: bool = True) -> tuple[str, ...]:

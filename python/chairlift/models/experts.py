@@ -59,6 +59,13 @@ class Experts:
         """The numbers of a token's widest activation in a layer: its experts' inner layers or their outputs, or the shared inner layer."""
         return max(self.used * max(self.inner, hidden), self.shared_inner)
 
+    def choice_bias(self, has: Callable[..., bool], prefix: str) -> tuple[str, tuple[int, ...]] | None:
+        """The name and the shape of the tensor that is added to the scores of a layer; None if there is none. `has` is as below."""
+        if self.names.choice_bias is None or not self.biased:
+            return None
+        name = prefix + self.names.choice_bias
+        return name, (1, self.count) if has(name, 1, self.count) else (self.count,)  # ERNIE's has a dimension more
+
     def are_transposed(self, has: Callable[..., bool], prefix: str, hidden: int) -> bool:
         """Whether the checkpoint has transposed matrices of all experts, or their blocks of MXFP4.
 
@@ -150,8 +157,9 @@ def _layers(raw: dict[str, Any], names: Mixture, layers: int) -> tuple[bool, ...
                     f"config.json: mlp_layer_types must be dense or sparse for each of {layers} layers, got {kinds!r:.200}"
                 )
             return tuple(kind == "sparse" for kind in kinds)
-        first = parse_count(raw, *names.dense)
-        return tuple(layer >= first for layer in range(layers))
+        first, step = parse_count(raw, *names.dense), parse_size(raw, "moe_layer_interval", 1)  # this and the next are ERNIE's
+        last = layers - 1 if raw.get("moe_layer_end_index") == -1 else parse_count(raw, "moe_layer_end_index", layers - 1)
+        return tuple(first <= layer <= last and (layer + 1) % step == 0 for layer in range(layers))
     step, dense = parse_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < layers for layer in dense):
         raise UnsupportedModel(f"config.json: mlp_only_layers must be numbers of the {layers} layers, got {dense!r:.200}")

@@ -32,11 +32,11 @@ class Mixture(Block):
                 raise UnsupportedModel(f"tensor {name} has numbers that are not finite: no expert could be chosen with it")
         bias = source.take(f"{weights.prefix}{names.router}.bias", experts.count) if names.biases else None
         self._router = Linear(torch.cat(list(matrices.values())), bias)
-        choice_bias = source.floats(weights.prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
+        choice = experts.choice_bias(source.has, weights.prefix)
         self._choice = layers.Choice(
             scores=names.scores.value,
             used=experts.used,
-            bias=choice_bias,
+            bias=source.floats(choice[0], *choice[1]).view(-1) if choice else None,
             epsilon=names.epsilon if experts.normalised else None,
             scale=experts.scale,
             groups=(*experts.groups, names.best) if experts.groups and names.best else None,

@@ -94,7 +94,8 @@ def _parse(raw: Mapping[str, Any], family: Architecture, theta: float, head_dim:
     base = parse_number(table, "rope_theta", raw.get("rope_theta") or theta)
     if kind == "yarn" and base <= 1:
         raise UnsupportedModel(f"config.json: rope_theta must be more than 1 with YaRN, got {base}")
-    partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor", family.rotary))
+    usual = raw["rotary_dim"] / head_dim if is_positive(raw.get("rotary_dim")) else family.rotary  # MiniMax-M2's name
+    partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor", usual))
     dim = head_dim if kind == "proportional" else _rotary_dim(partial, family, head_dim)
     if kind == "proportional":
         share = parse_number({"partial_rotary_factor": partial}, "partial_rotary_factor", 1.0)

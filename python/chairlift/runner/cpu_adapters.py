@@ -44,10 +44,12 @@ class CpuAdapters(AdapterStore):
         if model.recurrence and model.recurrence.layers[layer]:
             blocks.append(([], []))
         elif model.attention[layer]:
-            queries, gates = updates("q_proj"), list[Update | None]()
+            queries, keys, gates = updates("q_proj"), updates("k_proj"), list[Update | None]()
             if model.family.gated_attention:
                 queries, gates = _by_head(changes.get((layer, "q_proj")), model.num_heads)
-            whole = [*queries, *updates("k_proj", "v_proj"), *gates] if len(model.family.projections.qkv) > 1 else updates("qkv_proj")
+            if model.family.adjacent_pairs:
+                queries, keys = (_in_halves(changes.get((layer, name)), model, heads) for name, heads in _heads(model))
+            whole = [*queries, *keys, *updates("v_proj"), *gates] if len(model.family.projections.qkv) > 1 else updates("qkv_proj")
             blocks.append((whole, updates("o_proj")))
         if model.feeds[layer]:
             parts = updates(*(("gate_proj", "up_proj") if model.gated else ("up_proj",)))
@@ -77,6 +79,23 @@ class CpuAdapters(AdapterStore):
 def _update(update: LowRank) -> Update:
     a, b = (update.kind, update.rank, update.a, 0), (update.kind, update.outputs, update.b, 0)
     return a, b, update.inputs, update.scale
+
+
+def _heads(model: ModelConfig) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The projections whose rows are rotated, and their numbers of heads."""
+    return ("q_proj", model.num_heads), ("k_proj", model.num_kv_heads)
+
+
+def _in_halves(update: LowRank | None, model: ModelConfig, heads: int) -> list[Update | None]:
+    """The updates of the tensors that `cpu_decoder` makes of a projection in whose rows rotated pairs are neighbours."""
+    rotated, rest = model.rope.dim, model.head_dim - model.rope.dim
+    if update is None:
+        return [None] * (2 * heads if rest else 1)
+    rows = update.b.reshape(heads, model.head_dim, -1)[:, model.head_order]
+    if not rest:
+        return [_update(update._replace(b=rows.reshape(-1)))]
+    parts = [part for head in rows for part in (head[:rotated], head[rotated:])]
+    return [_update(update._replace(b=part.reshape(-1), outputs=len(part))) for part in parts]
 
 
 def _by_head(update: LowRank | None, heads: int) -> tuple[list[Update | None], list[Update | None]]:

@@ -140,7 +140,7 @@ class _Builder:
             softcap=model.scales.scores_cap,
             window=model.windows[index],
             sinks=self.vector(f"{prefix}self_attn.sinks", model.num_heads) if model.family.sinks else None,
-            post_norm=self.norm(prefix + "post_attention_layernorm") if model.family.post_norms else None,
+            post_norm=self.norm(prefix + model.family.norms.after_attention) if model.family.post_norms else None,
             residual_scale=model.scales.residual,
         )
 
@@ -228,7 +228,7 @@ class _Builder:
         downs = expert_weights.down(self.weights, experts, prefix, hidden)
         router = in_memory(expert_weights.router(self.weights, experts, prefix, hidden))
         bias = self.vector(f"{prefix}{names.router}.bias", experts.count) if names.biases else None
-        choice_bias = self.vector(prefix + names.choice_bias, experts.count) if names.choice_bias and experts.biased else None
+        choice = experts.choice_bias(self.weights.has, prefix)
         return _core.DecoderBlock.mixture(
             norm=self.mlp_norm(prefix),
             router=_core.Linear([[router]], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
@@ -236,7 +236,7 @@ class _Builder:
             down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
             scores=names.scores.value,
             used=experts.used,
-            bias=choice_bias,
+            bias=as_float32(self.weights.take(choice[0], *choice[1])).reshape(-1) if choice else None,
             groups=(*experts.groups, names.best or 1) if experts.groups else None,
             normalised=names.epsilon if experts.normalised else None,
             scale=experts.scale,
@@ -246,7 +246,7 @@ class _Builder:
             shared_gate=names.shared_gate is not None,
             norms=self.mixture_norms(prefix) if names.own_norms else None,
             activation=model.family.activation,
-            post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.family.post_norms else None,
+            post_norm=self.norm(prefix + model.family.norms.after_mlp) if model.family.post_norms else None,
             residual_scale=model.scales.residual,
             stream_scale=scale,
         )
@@ -268,7 +268,7 @@ class _Builder:
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=model.gated),
             down_proj=self.linear({prefix + model.family.projections.down: hidden}, inner, model.mlp_bias),
             activation=model.family.activation,
-            post_norm=self.norm(prefix + "post_feedforward_layernorm") if model.family.post_norms else None,
+            post_norm=self.norm(prefix + model.family.norms.after_mlp) if model.family.post_norms else None,
             residual_scale=model.scales.residual,
             stream_scale=scale,
         )
@@ -280,8 +280,7 @@ class _Builder:
 
     def mlp_norm(self, prefix: str) -> np.ndarray:
         """The norm before a layer's MLP or experts."""
-        # With post-norms, "post_attention_layernorm" is the norm after attention; without them it is the norm before the MLP.
-        return self.norm(prefix + ("pre_feedforward_layernorm" if self.model.family.post_norms else self.model.family.norms.mlp))
+        return self.norm(prefix + self.model.family.norms.mlp)
 
     def vector(self, name: str, size: int) -> np.ndarray:
         """A one-dimensional tensor."""
@@ -296,11 +295,29 @@ class _Builder:
         names = list(outs)
         if keys_as_values:
             names[-1] = names[-2]
-        parts = [self.weights.part(f"{name}.weight", outs[name], ins) for name in names]
+        parts = [part for name in names for part in self.in_halves(name, self.weights.part(f"{name}.weight", outs[name], ins), ins)]
         if gated and len(parts) == 1:
             parts = split_rows(parts[0], 2, ins)
-        biases = np.concatenate([self.vector(f"{name}.bias", size) for name, size in outs.items()]) if bias else None
+        biases = np.concatenate([self.bias(name, size) for name, size in outs.items()]) if bias else None
         return self.pack([[part] for part in parts], ", ".join(outs), ins, biases, gated)
+
+    def in_halves(self, name: str, part: Part, ins: int) -> list[Part]:
+        """A projection's matrix, in which the halves of the rotated rows of a head do not alternate."""
+        model = self.model
+        if not (model.family.adjacent_pairs and _is_rotated(name)):
+            return [part]
+        rotated, rest = model.rope.dim, model.head_dim - model.rope.dim
+        if not rest:
+            return [(*part[:3], rotated)]
+        pieces = slices(part, [rotated, rest] * (part[1] // model.head_dim), ins)
+        return [(*piece[:3], 0 if index % 2 else rotated) for index, piece in enumerate(pieces)]
+
+    def bias(self, name: str, size: int) -> np.ndarray:
+        """The bias of a projection, in the order of the rows of its matrix."""
+        bias, model = self.vector(f"{name}.bias", size), self.model
+        if model.family.adjacent_pairs and _is_rotated(name):
+            bias = bias.reshape(-1, model.head_dim)[:, model.head_order].reshape(-1)
+        return bias
 
     def pack(self, parts: list[list[Part]], names: str, ins: int, biases: np.ndarray | None = None, gated: bool = False) -> _core.Linear:
         """Packs matrices of the same input, each of which is one of every expert or a single one."""
@@ -310,6 +327,11 @@ class _Builder:
             raise UnsupportedModel(f"{names}: {error}") from None
         self.weights.release()
         return packed
+
+
+def _is_rotated(name: str) -> bool:
+    """Whether a projection makes queries or keys."""
+    return name.endswith(("q_proj", "k_proj"))
 
 
 def _named(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
