@@ -19,11 +19,12 @@ const LOOKS_AGAIN: Time = 100_000;
 impl Scheduler {
     /// Adds a new request to its session, if it has one and was not added before. Returns whether it waits for the session's turn.
     pub(super) fn join_session(&mut self, id: SeqId) -> bool {
-        let seq = &mut self.seqs[id];
+        let seq = &self.seqs[id];
         if self.config.session_turns == SessionTurns::Off
             || !self.config.enable_prefix_caching
             || seq.is_background()
-            || seq.parent().is_some()
+            // A fork joins with its parent. If that has ended before, the fork was prepared itself, and joins like any request.
+            || seq.parent().is_some_and(|parent| self.seqs.contains_key(parent))
             || seq.session().is_some()
         {
             return false;
@@ -32,7 +33,7 @@ impl Scheduler {
         if seq.request().session.is_none() && !by_prompt {
             return false;
         }
-        let (blocks, tokens) = seq.blocks_and_tokens();
+        let (blocks, tokens) = self.seqs[id].blocks_and_tokens();
         self.kv.name(blocks, tokens);
         let seq = &self.seqs[id];
         let (arrived, longest) = (seq.times().arrived, self.config.max_session_wait);

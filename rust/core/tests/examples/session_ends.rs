@@ -246,6 +246,21 @@ fn forks_wait_for_their_session_s_turn_after_their_grammar_is_compiled() {
 }
 
 #[test]
+fn forks_wait_for_their_session_s_turn_if_their_request_is_cancelled_while_its_grammar_is_compiled() {
+    let mut lab = two_active(config(&Fcfs));
+    lab.add(Request { preparation: Some(Preparation::Grammar), ..turn(3, 3) });
+    lab.fork(3, 1003);
+    lab.fork(1003, 2003);
+    lab.abort(3);
+    for fork in [1003, 2003] {
+        lab.prepare(fork, None);
+        assert!(lab.try_step().is_none(), "{fork} waits for the turn");
+    }
+    lab.finish();
+    assert_eq!([1003, 2003].map(|tag| lab.ended[&tag].output_tokens), [10, 10]);
+}
+
+#[test]
 fn a_request_that_is_cancelled_in_the_queue_leaves_its_session_as_it_was() {
     for runs in [false, true] {
         let mut lab = lab(config(&Fcfs));
