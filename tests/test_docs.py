@@ -81,7 +81,7 @@ STATED = {
         f"| body | {SERVER.max_body_size >> 20} MiB, or `--max-body-size`; {body.LARGE >> 10} KiB of `PATCH` |",
         f"| objects, arrays and fields in a body | {body.MAX_VALUES:,} |",
         f"| {logprobs.MAX_LOGPROBS:,} | 400 |",
-        f"| time to receive the body | {body.BODY_TIMEOUT} s |",
+        f"| time to receive the body | {body.BODY_TIMEOUT} s, and 1 s for each {body.BODY_RATE >> 10} KiB |",
         f"| idle time between two requests of a connection | {supervisor.KEEP_ALIVE_SECONDS} s |",
         f"| connections | {connections.MAX_CONNECTIONS:,}; ",
         f"half of the connections; {bodies.MAX_BODIES_BYTES >> 20} MiB, or",

@@ -4,6 +4,7 @@ import json
 import httpx
 import openai
 import pytest
+from fast_forward import FastForward
 from scripted_engine import ScriptedEngine
 from server_here import wait_until
 
@@ -28,23 +29,6 @@ def test_a_stream_that_waits_shows_that_it_lives(engine, base, server):
         rest = [line for line in lines if line and not line.startswith(":")]
     assert rest[-1] == "data: [DONE]"
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in rest[:-1]) == "held back held "
-
-
-class FastForward(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it."""
-
-    def __init__(self):
-        super().__init__()
-        self._jumped, select = 0.0, self._selector.select
-
-        def jump(timeout=None):
-            self._jumped += timeout or 0.0
-            return select(0)
-
-        self._selector.select = jump
-
-    def time(self):
-        return self._jumped
 
 
 def lines_of(gaps):

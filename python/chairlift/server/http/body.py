@@ -15,7 +15,10 @@ from chairlift.server.schema.fields import Fields
 from chairlift.server.service import service_of
 
 BODY_TIMEOUT = 20
-"""Seconds that a body may take to arrive."""
+"""Seconds that any body may take to arrive."""
+
+BODY_RATE = 32 << 10
+"""Bytes that give a body a further second, so that it may arrive on a slow line. The size limit bounds the time in all."""
 
 LARGE = 1 << 14
 """Bytes of a body above which it is parsed and checked in a thread, and refused if its request is not counted."""
@@ -130,17 +133,19 @@ async def read_raw(request: Request, limit: int) -> bytearray:
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)
     data = bytearray()
+    until = asyncio.get_running_loop().time() + BODY_TIMEOUT
     try:
-        async with bodies.arriving(request.state.ticket.tenant.group) as body, asyncio.timeout(BODY_TIMEOUT):
+        async with bodies.arriving(request.state.ticket.tenant.group) as body, asyncio.timeout_at(until) as deadline:
             async for chunk in request.stream():
                 data += chunk
                 if len(data) > limit:
                     raise _too_large(limit)
                 bodies.resize(body, len(data))
+                deadline.reschedule(until + len(data) / BODY_RATE)
     except BaseException as error:
         data.clear()  # the exception's traceback keeps it until the garbage collector runs
         if isinstance(error, TimeoutError):
-            message = f"the body did not arrive within {BODY_TIMEOUT} seconds"
+            message = f"the body did not arrive within {BODY_TIMEOUT} seconds and one for each {BODY_RATE >> 10} KiB of it"
             raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
         raise
     return data
