@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from chairlift.cli import serve
+from chairlift.cli import idle_flags, serve
 from chairlift.cli.main import main
 from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import EngineProcess
@@ -71,6 +71,48 @@ def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, 
             written = capsys.readouterr().err
             assert written.startswith(f"chairlift: {message}"), written
             assert (status in (1, 2), written.count("\n"), started) == (True, 1, []), arguments
+
+
+def test_flags_without_effect_are_named_in_one_line(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(serve, "_serve", lambda *_: asyncio.sleep(0, 0))
+    base = ["serve", "--load-format", "none", "--uds", str(tmp_path / "socket")]
+    assert main([*base, "--port", "9", "--prefix-cache-disk", "1G", "--tenant-weights", "a=2", "--keep-alive", "1m"]) == 0
+    [line] = [line for line in caplog.messages if "no effect" in line]
+    assert line == (
+        "these settings have no effect: --tenant-weights without --scheduling-policy fair or vtc; "
+        "--prefix-cache-disk without --prefix-cache-dir; --port with --uds; --keep-alive with one model"
+    )
+    caplog.clear()
+    cache = ["--prefix-cache-dir", str(tmp_path)]
+    assert main([*base, *cache, "--prefix-cache-disk", "1G", "--tenant-weights", "a=2", "--policy", "fair"]) == 0
+    assert not any("no effect" in line for line in caplog.messages)
+
+
+def test_each_flag_without_effect_has_one_where_another_is_set():
+    effects = {
+        "max_lora_rank": (8, {"enable_lora": True}),
+        "tenant_weights": ({"a": 2}, {"scheduling_policy": "vtc"}),
+        "tier_weights": ({"flex": 2}, {"journal": "day"}),
+        "session_turns": ("all", {"enable_prefix_caching": True}),
+        "max_session_wait_ms": (1.0, {"enable_prefix_caching": True}),
+        "prefix_cache_disk": (1, {"prefix_cache_dir": "/x"}),
+        "enforce_eager": (True, {"device": "cuda"}),
+        "gpu_memory_utilization": (0.5, {"device": "auto"}),
+        "host": ("::1", {"uds": None}),
+        "port": (9, {"uds": None}),
+        "public_metrics": (True, {"operator_key": "x"}),
+        "routing": ("lmetric", {"replicas": 2}),
+        "engine_secret_file": ("/x", {"engine_listen": ("::1", 1)}),
+        "max_data_size": (1, {"data_dir": "/x"}),
+    }
+    assert effects.keys() == idle_flags.OF_ENGINES.keys() | idle_flags.OF_SERVERS.keys()
+    for name, (value, other) in effects.items():
+        served = name in idle_flags.OF_SERVERS
+        rest = {"uds": "/x"} if served else {"device": "cpu", "enable_prefix_caching": False}
+        for more, count in (({}, 1), (other, 0)):
+            settings = {**rest, name: value, **more}
+            engine, server = EngineConfig(**{} if served else settings), ServerConfig(**settings if served else {})
+            assert len(idle_flags.find(engine, server, [engine])) == count, (name, more)
 
 
 def test_what_is_not_there_is_named_with_its_place_in_the_file_of_models(tmp_path, capsys):

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chairlift.cli import flags
+from chairlift.cli import flags, idle_flags
 from chairlift.cli.access import Access
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.errors import InvalidSetting, ModelNotFound, UnsupportedModel
@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
             with _located(spec, server.models):
                 _check(spec.config, looks=len(specs) == 1 or spec.preload)  # others are looked for when they are loaded
     shadow = _shadow_command(specs, server)
+    if idle := idle_flags.find(args.engine, server, [spec.config for spec in specs]):
+        log.warning("these settings have no effect: %s", "; ".join(idle))
     with ExitStack() as sockets:
         listener = sockets.enter_context(access.listen(server, "this server"))
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
