@@ -118,7 +118,7 @@ def test_a_change_stands_beside_the_simulation_without_it(replay, file):
     assert len(slower) == 4
     assert slower[3].startswith("+")
     assert "'recorded' is the recorded run" in " ".join(output.split())
-    assert "Compare changed runs with 'as recorded'" in " ".join(output.split())
+    assert "Compare changed runs with 'as recorded'. Requests come at their recorded times" in " ".join(output.split())
 
 
 def test_several_values_are_several_runs(replay, file):

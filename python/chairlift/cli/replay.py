@@ -30,7 +30,8 @@ examples:
 
 With --set or --policy, the recorded requests and their recorded output lengths go through the same scheduler in simulated
 time, first with the recorded settings and then with the changed ones. Step times come from a model fitted to the recorded
-steps, so compare simulated runs with each other. The recorded run is shown beside them.
+steps, so compare simulated runs with each other. The recorded run is shown beside them. Requests come at their recorded times,
+also those of clients that wait for an answer before they send the next request.
 
 Settings for --set. They take the values of the flags of 'chairlift serve', or 'none' for no limit; --swap-space is replaced
 by its size in blocks and the time to copy one block: {names}.
@@ -45,7 +46,8 @@ _RECORDED = "'recorded' is the recorded run with its real times. Requests that t
 
 _COMPARE = (
     "'as recorded' is a simulation with the recorded settings and the fitted step times. Its difference from 'recorded' is the error of "
-    "the simulation. Compare changed runs with 'as recorded'."
+    "the simulation. Compare changed runs with 'as recorded'. Requests come at their recorded times in all runs: clients that wait for an "
+    "answer before they send the next request would send it at another time."
 )
 
 _FREE_COPIES = "Swapping is simulated at no cost: the journal has no copy times. Set the cost with --set swap_ns_per_block=N."
