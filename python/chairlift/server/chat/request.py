@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from chairlift.chat.functions import Function, Tool, ToolSpec, choose
 from chairlift.chat.messages import Message, check_depth, checked_variables
-from chairlift.errors import InvalidRequest
+from chairlift.errors import InvalidRequest, brief
 from chairlift.sampling import SamplingParams
 from chairlift.server.schema.fields import Fields, GenerationRequest
 
@@ -177,6 +177,16 @@ class PromptOrMessages(Fields):
 def media_note(kind: str) -> str:
     """Returns what stands for an image or a file in a tool's result, which no client can take out of the conversation again."""
     return f"[{kind}: this model reads only text]"
+
+
+def text_of(content: object, where: str, read: Callable[[object, str], str]) -> str:
+    """Returns a text, or the texts of parts that `read` returns. Raises InvalidRequest that names the content as `where`."""
+    match content:
+        case str(text):
+            return text
+        case [*parts]:
+            return "\n".join(read(part, f"{where}[{index}]") for index, part in enumerate(parts))
+    raise InvalidRequest(f"{where} must be a string or a list of parts, got {brief(content)}", param=where.partition("[")[0])
 
 
 @contextlib.contextmanager

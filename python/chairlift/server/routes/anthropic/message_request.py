@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
-from chairlift.server.chat.request import MAX_ID, MAX_MESSAGES, MAX_TOOLS, ChatRequest, media_note, renamed_fields
+from chairlift.server.chat.request import MAX_ID, MAX_MESSAGES, MAX_TOOLS, ChatRequest, media_note, renamed_fields, text_of
 from chairlift.server.schema.fields import GenerationParams
 from chairlift.server.schema.response_format import check_one_format
 
@@ -124,7 +124,7 @@ class CountRequest(GenerationParams):
             raise InvalidRequest("messages has only system turns: add one of the user", param="messages")
         given = [] if self.system is None else [(self.system, "system")]
         given += [(message.content, where) for message, where in leading]
-        texts = [_text(content, where) for content, where in given]
+        texts = [text_of(content, where, _block) for content, where in given]
         if given:
             texts[0] = _without_billing(given[0][0], texts[0])
         system = "\n".join(filter(None, texts))
@@ -133,7 +133,7 @@ class CountRequest(GenerationParams):
         for message, where in turns[len(leading) :]:
             if message.role == "system":
                 # Claude Code marks what is not the user's in this way.
-                reminders.append(f"<system-reminder>\n{_text(message.content, where)}\n</system-reminder>")
+                reminders.append(f"<system-reminder>\n{text_of(message.content, where, _block)}\n</system-reminder>")
                 continue
             _join_reminders(messages, reminders)
             if message.role == "user":
@@ -181,7 +181,7 @@ def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
 def _assistant_message(content: object, where: str) -> dict[str, Any]:
     """Converts an assistant message: reasoning, text, then its tool calls."""
     if not isinstance(content, list):
-        return {"role": "assistant", "content": _text(content, where)}
+        return {"role": "assistant", "content": text_of(content, where, _block)}
     reasoning: list[str] = []
     texts, calls = [], []
     for index, block in enumerate(content):
@@ -219,13 +219,13 @@ def _string(block: Mapping[str, Any], field: str, where: str) -> str:
 def _user_messages(content: object, where: str) -> list[dict[str, Any]]:
     """Converts a user message: tool results, then the text."""
     if not isinstance(content, list):
-        return [{"role": "user", "content": _text(content, where)}]
+        return [{"role": "user", "content": text_of(content, where, _block)}]
     results, texts = [], []
     for index, block in enumerate(content):
         match block:
             case {"type": "tool_result"}:
                 id = _string(block, "tool_use_id", f"{where}[{index}]")
-                result = _text(block.get("content") or "", f"{where}[{index}].content", _result_block)
+                result = text_of(block.get("content") or "", f"{where}[{index}].content", _result_block)
                 if block.get("is_error") is True:
                     result = f"Error: {result}" if result else "Error"
                 results.append({"role": "tool", "tool_call_id": id, "content": result})
@@ -275,25 +275,15 @@ def _block(block: object, where: str) -> str:
         case {"type": "document", "source": {"type": "text", "data": str(text)}, **about}:
             return _titled(about, text)
         case {"type": "document", "source": {"type": "content", "content": content}, **about}:
-            return _titled(about, _text(content, where))
+            return _titled(about, text_of(content, where, _block))
         case {"type": "search_result", "content": content, **about}:
-            return _titled(about, _text(content, where))
+            return _titled(about, text_of(content, where, _block))
         case {"type": "tool_reference", "tool_name": str(name)}:  # the client found a tool that the request has
             return name
     message = (
         f'{where} must be {{"type": "text", "text": "..."}} here: images, files and other blocks are not supported, got {brief(block)}'
     )
     raise InvalidRequest(message, param=where.partition("[")[0])
-
-
-def _text(content: object, where: str, read: Callable[[object, str], str] = _block) -> str:
-    """Returns a text, or the texts of blocks that `read` returns."""
-    match content:
-        case str(text):
-            return text
-        case [*blocks]:
-            return "\n".join(read(block, f"{where}[{index}]") for index, block in enumerate(blocks))
-    raise InvalidRequest(f"{where} must be a string or a list of blocks, got {brief(content)}", param=where.partition("[")[0])
 
 
 def _titled(about: Mapping[Any, object], text: str) -> str:

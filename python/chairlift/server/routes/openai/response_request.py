@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from chairlift.errors import InvalidRequest, brief
-from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, media_note, renamed_fields
+from chairlift.server.chat.request import MAX_MESSAGES, MAX_TOOLS, ChatRequest, PromptCacheOptions, media_note, renamed_fields, text_of
 from chairlift.server.schema.fields import GenerationParams, ServiceTier
 from chairlift.server.schema.response_format import check_one_format
 
@@ -211,7 +211,7 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
             _append_call(messages, {"id": call_id, "type": "custom", "custom": custom})
         case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), **more}:
             output = more.get("output")
-            result = "" if output is None else _text(output, f"{where}.output", _result_part)
+            result = "" if output is None else text_of(output, f"{where}.output", _result_part)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
         case {"type": str(kind)} if kind in _OF_SERVERS:
             pass
@@ -227,7 +227,7 @@ def _append_item(messages: list[dict[str, Any]], item: object, where: str) -> No
             if role != "assistant" or not messages or not _is_reasoning(messages[-1]):
                 messages.append({"role": role})
             content = rest.get("content")
-            messages[-1]["content"] = "" if content is None and role == "assistant" else _text(content, f"{where}.content")
+            messages[-1]["content"] = "" if content is None and role == "assistant" else text_of(content, f"{where}.content", _part)
         case _:
             message = f"{where} must be a message, a call of a function or custom tool, its output, or a reasoning item, got {brief(item)}"
             raise InvalidRequest(message, param="input")
@@ -267,16 +267,6 @@ def _part(part: object, where: str) -> str:
         case {"type": "input_text" | "output_text" | "text" | "reasoning_text" | "summary_text", "text": str(text)}:
             return text
     raise InvalidRequest(f"{where} must be text (input_text or output_text), got {brief(part)}", param="input")
-
-
-def _text(content: object, where: str, read: Callable[[object, str], str] = _part) -> str:
-    """Returns a text, or the texts of parts that `read` returns."""
-    match content:
-        case str(text):
-            return text
-        case [*parts]:
-            return "\n".join(read(part, f"{where}[{index}]") for index, part in enumerate(parts))
-    raise InvalidRequest(f"{where} must be a string or a list of text parts, got {brief(content)}", param="input")
 
 
 def _result_part(part: object, where: str) -> str:
