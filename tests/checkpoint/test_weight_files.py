@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.checkpoint.weight_files import weight_bytes, weight_files
+from chairlift.checkpoint.info import CheckpointInfo
+from chairlift.checkpoint.weight_files import info_before_load, weight_bytes, weight_files
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
 INDEX = "model.safetensors.index.json"
@@ -64,3 +65,14 @@ def test_an_index_names_only_files_beside_it(tmp_path: Path, name: object) -> No
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(UnsupportedModel, match="which is no file of this directory"):
         weight_files(tmp_path)
+
+
+def test_a_models_files_tell_what_it_is_before_it_is_loaded(tmp_path: Path) -> None:
+    assert info_before_load(tmp_path) == info_before_load(tmp_path / "none") == CheckpointInfo()
+    put(tmp_path, "a.gguf")
+    assert info_before_load(tmp_path) == info_before_load(tmp_path / "a.gguf") == CheckpointInfo(weight_format="gguf")
+    for config in ("[" * 100_000, "{", "[]", '{"architectures": [1]}', '{"architectures": "x"}', '{"architectures": []}', "\x80"):
+        (tmp_path / "config.json").write_bytes(config.encode("latin-1"))
+        assert info_before_load(tmp_path) == CheckpointInfo(), config
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert info_before_load(tmp_path) == CheckpointInfo(architecture="LlamaForCausalLM", weight_format="safetensors")

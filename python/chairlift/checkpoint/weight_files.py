@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.gguf_parts import parts_of
+from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
 log = logging.getLogger("chairlift")
@@ -94,7 +95,7 @@ def indexed_files(index: Path) -> dict[str, str]:
 
 def weight_bytes(model: Path) -> int:
     """Returns the size of the weights in a model's directory, or of a GGUF file with its parts; 0 if there are none here."""
-    if model.is_dir() and not model.joinpath("config.json").is_file():
+    if _holds_gguf(model):
         files = list(model.glob("*.gguf"))
     else:
         try:
@@ -102,6 +103,23 @@ def weight_bytes(model: Path) -> int:
         except (ModelNotFound, UnsupportedModel):
             files = []
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def info_before_load(model: Path) -> CheckpointInfo:
+    """Returns what a model's config.json tells of it, or that it is a GGUF file. The figures of the weights are not read."""
+    if model.is_file() or _holds_gguf(model):
+        return CheckpointInfo(weight_format="gguf")
+    try:
+        match json.loads((model / "config.json").read_bytes()):
+            case {"architectures": [str(architecture), *_]}:
+                return CheckpointInfo(architecture=architecture, weight_format="safetensors")
+    except (OSError, ValueError, RecursionError):  # a load says what is wrong
+        pass
+    return CheckpointInfo()
+
+
+def _holds_gguf(model: Path) -> bool:
+    return model.is_dir() and not model.joinpath("config.json").is_file() and any(model.glob("*.gguf"))
 
 
 def _is_file_name(name: object) -> bool:

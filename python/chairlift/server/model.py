@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from chairlift.chat.model import ChatModel
+from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.observability.metrics import Metrics
 from chairlift.server.tokenizing import Tokenizing
@@ -46,6 +47,8 @@ class ServedModel:
     """The model with the lowest number is loaded first and unloaded last."""
     num_bytes: int = 0
     """Bytes of weights and KV cache, as far as that is known before the model is loaded."""
+    checkpoint: CheckpointInfo = field(default_factory=CheckpointInfo)
+    """What is known of the checkpoint before the model is loaded."""
     metrics_alias: bool = False
     """Whether metrics are also shown under vLLM's names."""
     tokenizing: Tokenizing = field(default_factory=Tokenizing)

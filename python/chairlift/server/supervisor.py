@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from starlette.routing import BaseRoute, Route
 
-from chairlift.checkpoint.weight_files import weight_bytes
+from chairlift.checkpoint.weight_files import info_before_load, weight_bytes
 from chairlift.config import EngineConfig
 from chairlift.engine.background import ask_to_end, cancel
 from chairlift.engine.engine_process import EngineProcess
@@ -236,6 +236,7 @@ def served_models(specs: Sequence[ModelSpec], engines: Sequence[ReplicatedEngine
             keep_alive=spec.keep_alive,
             priority=spec.priority,
             num_bytes=weight_bytes(Path(spec.config.model).expanduser()),
+            checkpoint=info_before_load(Path(spec.config.model).expanduser()),
             metrics_alias=config.metrics_alias == "vllm",
             tokenizing=tokenizing,
             lifecycle=Lifecycle(ModelState.STARTING if spec.preload or len(specs) == 1 else ModelState.UNLOADED),

@@ -10,6 +10,7 @@ from scripted_engine import answer
 from server_here import MODEL
 
 from chairlift.chat_template import ChatTemplate
+from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.errors import InvalidRequest
 from chairlift.server.routes.ollama.fields import keep_alive_seconds
@@ -167,6 +168,9 @@ def test_what_is_not_known_before_the_first_start_is_empty(http, engine, server,
     assert re.fullmatch("[0-9a-f]{64}", listed["digest"])  # `ollama list` shows the first 12 digits, and fails if there are fewer
     monkeypatch.setattr(server[1].default, "num_bytes", 7)
     assert http.get("/api/tags").json()["models"] == [listed | {"size": 7}]
+    monkeypatch.setattr(server[1].default, "checkpoint", CheckpointInfo(architecture="LlamaForCausalLM", weight_format="safetensors"))
+    details = listed["details"] | {"format": "safetensors", "family": "llama", "families": ["llama"]}
+    assert http.get("/api/tags").json()["models"] == [listed | {"size": 7, "details": details}]
 
 
 def test_memory_of_a_device_is_told(http, engine):

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.checkpoint.info import CheckpointInfo
 from chairlift.server.http.body import read_fields
 from chairlift.server.http.responses import Json, ignored_header, utc_time
 from chairlift.server.model import ServedModel
@@ -100,14 +101,15 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     info = model.engine.info
     # `ollama list` fails without a digest.
     digest = info.digest or hashlib.sha256(model.engine.config.model.encode()).hexdigest()
-    family = _family(model)
+    checkpoint = info.checkpoint if info.checkpoint.architecture else model.checkpoint
+    family = _family(checkpoint)
     details = {
         "parent_model": "",
-        "format": info.checkpoint.weight_format,
+        "format": checkpoint.weight_format,
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": _parameter_size(info.checkpoint.num_weights),
-        "quantization_level": info.checkpoint.weight_type,
+        "parameter_size": _parameter_size(checkpoint.num_weights),
+        "quantization_level": checkpoint.weight_type,
     }
     return {"name": name, "model": name, "modified_at": utc_time(model.created), "digest": digest, "details": details}
 
@@ -115,7 +117,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
 def _model_info(model: ServedModel) -> dict[str, Any]:
     """Describes a loaded model under GGUF's names, some of which begin with the architecture."""
     info = model.engine.info
-    family = _family(model)
+    family = _family(info.checkpoint)
     return {
         "general.architecture": family,
         "general.basename": model.name,
@@ -126,10 +128,9 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _family(model: ServedModel) -> str:
+def _family(checkpoint: CheckpointInfo) -> str:
     """Returns the architecture in GGUF's words: `llama` for LlamaForCausalLM."""
-    architecture: str = model.engine.info.checkpoint.architecture
-    return architecture.partition("For")[0].removesuffix("Model").lower()
+    return checkpoint.architecture.partition("For")[0].removesuffix("Model").lower()
 
 
 def _parameter_size(count: int) -> str:
