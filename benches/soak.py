@@ -354,36 +354,14 @@ def soak(seconds: float, pause: float) -> tuple[list[str], bool]:
             memory, lag, held = watch.memory(), watch.lag(), watch.rest()
             for one in tenants:
                 one.clear()
-            ended = threading.Event()
-            watching = threading.Thread(target=watch.run, args=(ended,))
-            watching.start()
-            command = [sys.executable, str(ROOT / "benches/hostile_tenants.py"), str(port), str(seconds), str(pause)]
-            with subprocess.Popen([*command, *(key[name] for name in names[-len(TENANTS) :])], stdout=subprocess.PIPE) as hostile:
-                try:
-                    together(tenants, seconds, pause)
-                    output, _ = hostile.communicate(timeout=TIMEOUT)
-                finally:
-                    hostile.kill()
-                    ended.set()
-            watching.join()
+            output = _beside_hostile(tenants, watch, port, [key[name] for name in names[-len(TENANTS) :]], seconds, pause)
             rest = watch.rest()
             lags, slower = late(lag, watch.lag()), _mean_step(between, watch.step())
             alive = process.poll() is None
         log = (directory / "log").read_bytes()
     counts = {kind: Counter(statuses) for kind, statuses in json.loads(output).items()}
     unkept = broken(watch, lags, counts, alive) + left(held, rest)
-    lines = [
-        "# Honest tenants beside hostile ones",
-        "",
-        f"{time.strftime('%Y-%m-%d')}, {machine()}; {_versions()}; load average before: {load:.1f}.",
-        f"The default model for {seconds:.0f} s; `{' '.join(FLAGS)}`, and at most {MAX_REQUESTS} open requests of each tenant.",
-        f"Each thread of a tenant waits {pause:g} s between two requests. A stream's",
-        f"bound is {RATIO} times its p99 of the time between two events without the hostile tenants, plus the mean step of that time",
-        f"({step * 1e3:.1f} ms). An answer is right if its text and the log-probabilities of completions are those computed alone.",
-        "",
-        "| tenant | answers | wrong or failed | p99 alone, ms | p99 beside them, ms | bound, ms | longest, ms | kept |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = _head(load, seconds, pause, step)
     for one in tenants:
         row, good = _of_a_tenant(one, alone[one.name], step)
         unkept += [] if good else [one.name]
@@ -398,6 +376,39 @@ def soak(seconds: float, pause: float) -> tuple[list[str], bool]:
         lines += ["", "The first faults:", "", *faults[:10]]
     verdict = f"no ({'; '.join(unkept)})" if unkept else "yes"
     return [*lines, "", f"All bounds kept: {verdict}.", ""], not unkept
+
+
+def _beside_hostile(tenants: list[Honest], watch: Watch, port: int, keys: list[str], seconds: float, pause: float) -> bytes:
+    """Runs the tenants and the watch beside the hostile tenants with these keys. Returns what the hostile ones print."""
+    ended = threading.Event()
+    watching = threading.Thread(target=watch.run, args=(ended,))
+    watching.start()
+    command = [sys.executable, str(ROOT / "benches/hostile_tenants.py"), str(port), str(seconds), str(pause)]
+    with subprocess.Popen([*command, *keys], stdout=subprocess.PIPE) as hostile:
+        try:
+            together(tenants, seconds, pause)
+            output, _ = hostile.communicate(timeout=TIMEOUT)
+        finally:
+            hostile.kill()
+            ended.set()
+    watching.join()
+    return output
+
+
+def _head(load: float, seconds: float, pause: float, step: float) -> list[str]:
+    """The beginning of the result: how it was measured, and the head of the table of tenants."""
+    return [
+        "# Honest tenants beside hostile ones",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {machine()}; {_versions()}; load average before: {load:.1f}.",
+        f"The default model for {seconds:.0f} s; `{' '.join(FLAGS)}`, and at most {MAX_REQUESTS} open requests of each tenant.",
+        f"Each thread of a tenant waits {pause:g} s between two requests. A stream's",
+        f"bound is {RATIO} times its p99 of the time between two events without the hostile tenants, plus the mean step of that time",
+        f"({step * 1e3:.1f} ms). An answer is right if its text and the log-probabilities of completions are those computed alone.",
+        "",
+        "| tenant | answers | wrong or failed | p99 alone, ms | p99 beside them, ms | bound, ms | longest, ms | kept |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
 
 
 def _key_file(directory: Path, key: dict[str, str]) -> Path:
