@@ -28,7 +28,7 @@ from chairlift import EngineConfig
 from chairlift.bench.traces import read
 from chairlift.engine.engine import Engine
 from chairlift.engine.frames import StepOutputs
-from chairlift.runner.memory.machine import usable_cores
+from chairlift.machine import usable_cores
 from chairlift.sim.calibrate import calibrate, slowdown
 from chairlift.sim.compare import Variant
 from chairlift.sim.devices import Profile

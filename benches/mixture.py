@@ -28,9 +28,9 @@ from random_gguf import MXFP4, Q4, Q6, Q8, Tensors, attention_tensors, expert_te
 
 from chairlift.checkpoint.gguf import convert
 from chairlift.config import EngineConfig
+from chairlift.machine import available_memory
 from chairlift.models.config import ModelConfig
 from chairlift.runner.cpu_executor import CpuExecutor
-from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.rust_backend import RustBackend
 
 STREAMS = (1, 2, 4, 8, 16)

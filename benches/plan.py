@@ -38,7 +38,7 @@ from chairlift.bench.measure import measure, wait_for, wait_until_ready
 from chairlift.bench.traces import TraceRequest
 from chairlift.bench.workload import Job, random_jobs, with_due_times
 from chairlift.errors import ChairliftError, InvalidSetting
-from chairlift.runner.memory.machine import usable_cores
+from chairlift.machine import usable_cores
 from chairlift.sim.calibrate import calibrate, from_journal, slowdown
 from chairlift.sim.devices import Profile
 from chairlift.sim.plan import Band, Plan, Point, Targets, plan

@@ -8,7 +8,20 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "python" / "chairlift"
 
-LEAVES = {"config", "errors", "sampling", "scheduling", "settings", "outputs", "process_log", "svg", "timeline", "timeline_plot", "trim"}
+LEAVES = {
+    "config",
+    "errors",
+    "machine",
+    "sampling",
+    "scheduling",
+    "settings",
+    "outputs",
+    "process_log",
+    "svg",
+    "timeline",
+    "timeline_plot",
+    "trim",
+}
 MAY_IMPORT = {
     "": {"engine", "sim", "tokenizer", "_core", *LEAVES},
     "__main__": {"cli"},
@@ -43,6 +56,7 @@ MAY_IMPORT = {
     "config": {"scheduling", "settings", "_core"},
     "settings": {"scheduling"},
     "errors": set(),
+    "machine": set(),
     "process_log": set(),
     "directories": {"errors"},
     "checks": {"errors"},

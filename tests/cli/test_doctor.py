@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from chairlift import machine
 from chairlift.cli import main
 from chairlift.runner import cuda, diagnosis
-from chairlift.runner.memory import machine
 
 torch = pytest.importorskip("torch")
 

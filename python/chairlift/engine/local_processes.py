@@ -9,7 +9,7 @@ from pathlib import Path
 from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.errors import InvalidSetting
-from chairlift.runner.memory.machine import usable_cores
+from chairlift.machine import usable_cores
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Has a directory for each NVIDIA device, where the driver is loaded."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from chairlift.child_process import start_python
 from chairlift.engine.join_settings import JOINED, JoinSettings
 from chairlift.engine.process_signals import LEAVE
-from chairlift.runner.memory.machine import file_text
+from chairlift.machine import file_text
 
 EXIT_SECONDS = 1.0
 """Most seconds between the end of a process's socket and its exit."""

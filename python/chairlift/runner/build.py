@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, pip_install_with_torch
+from chairlift.machine import available_memory, usable_cores
 from chairlift.models.config import ModelConfig
 from chairlift.models.entries import report_entries
 from chairlift.models.shape import ModelShape
 from chairlift.runner.cuda import KERNEL_DRIVER, check_device, compute_capability, cuda_devices, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.executor import ModelExecutor, time_swap
 from chairlift.runner.memory.decision import Decision, asked
-from chairlift.runner.memory.machine import available_memory, usable_cores
 from chairlift.runner.memory.precision import Precision
 from chairlift.runner.memory.sizing import HostBudget, Size, StepSize, block_bytes, fit_host
 from chairlift.runner.model_shape import model_shape

@@ -11,10 +11,10 @@ from importlib import metadata, util
 from typing import TYPE_CHECKING
 
 from chairlift import _core
+from chairlift.machine import available_memory, file_text, memory_limit, usable_cores
 from chairlift.runner.cuda import KERNEL_DRIVER, NoDevice, compute_capability, cuda_devices, dotted, has_cuda_driver, too_old, why_no_device
 from chairlift.runner.launcher import missing_for_launcher
 from chairlift.runner.memory.decision import gib
-from chairlift.runner.memory.machine import available_memory, file_text, memory_limit, usable_cores
 from chairlift.runner.memory.precision import FP8_CAPABILITY
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from chairlift import _core
 from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.machine import available_memory
 from chairlift.models.encoder import EncoderConfig, longest_text, report_prompt
 from chairlift.models.entries import report_entries
 from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
@@ -20,7 +21,6 @@ from chairlift.runner.cpu_encoder import build_encoder
 from chairlift.runner.interface import Runner
 from chairlift.runner.long_texts import LongTexts, long_texts_bytes
 from chairlift.runner.memory.decision import Decision, asked
-from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import decide
 from chairlift.runner.weights import open_weights
 from chairlift.sampling import SamplingParams

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from chairlift.runner.memory.machine import available_memory
+from chairlift.machine import available_memory
 
 
 class FilePages:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from chairlift.errors import OutOfMemory
-from chairlift.runner.memory.machine import available_memory
+from chairlift.machine import available_memory
 
 _SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Messages of out-of-memory errors that are not a torch.OutOfMemoryError: from pinned memory and from CUDA libraries."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from chairlift.config import TILES_STEP_TOKENS, TILES_WEIGHTS, EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.machine import available_memory
 from chairlift.models.shape import ModelShape
 from chairlift.runner.memory.decision import Decision, asked, gib
-from chairlift.runner.memory.machine import available_memory
 from chairlift.runner.memory.precision import BYTES, Precision
 
 DEFAULT_SHARE = 0.25

@@ -12,16 +12,21 @@ CGROUPS = "/sys/fs/cgroup"
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may use. Hyperthreads count once; CPU sets and container quotas apply."""
+    """Physical cores that this process may use, at least one; a part of a core counts as one."""
+    return math.ceil(core_time())
+
+
+def core_time() -> float:
+    """Seconds of physical cores that this process may use in a second. Hyperthreads count once; CPU sets and container quotas apply."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = {file_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
-    cores = len(siblings)
+    cores = float(len(siblings))
     for group in _groups("cpu"):
         quota, _, period = file_text(f"{group}/cpu.max").partition(" ")
         quota, period = quota or file_text(f"{group}/cpu.cfs_quota_us"), period or file_text(f"{group}/cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
-            cores = min(cores, math.ceil(int(quota) / int(period)))
-    return max(1, cores)
+            cores = min(cores, int(quota) / int(period))
+    return cores
 
 
 def available_memory() -> int:
