@@ -78,11 +78,11 @@ COMPATIBILITY = {"fleet", "routes.ollama"}
 IN_SERVER = {
     "supervisor": {
         *("admin", "app", "batch", "config", "garbage", "http", "keys", "lifecycle", "load_policy", "model", "observability", "service"),
-        *("storage", "tiers", "tokenizing"),
+        *("storage", "tiers", "tokenizing", "work"),
     },
     "admin": {"errors", "http", "model", "routes", "service"},
     "app": {"config", "errors", "http", "keys", "middleware", "observability", "routes", "service", "session_wait"},
-    "middleware": {"errors", "http", "keys", "observability", "service", "session_name"},
+    "middleware": {"errors", "http", "keys", "observability", "service", "session_name", "work"},
     "routes": {
         "batch",
         "chat",
@@ -108,14 +108,15 @@ IN_SERVER = {
     "streaming": {"errors", "http"},
     "generation": {"errors", "keys", "model", "observability", "registry", "schema", "service", "session_wait", "submission", "usage"},
     "submission": {"lifecycle", "model", "observability", "session_name", "session_wait"},
-    "http": {"errors", "observability", "schema", "service"},
+    "http": {"errors", "observability", "schema", "service", "work"},
     "schema": {"errors", "session_name"},
     "service": {
-        *("admission", "errors", "keys", "lifecycle", "load_policy", "model", "model_loader", "observability", "registry", "sequences"),
-        *("tiers", "turns"),
+        *("admission", "errors", "keys", "lifecycle", "load_policy", "model", "model_loader", "observability", "pacing", "registry"),
+        *("sequences", "tiers", "turns"),
     },
     "sequences": {"errors"},
     "admission": {"errors", "keys"},
+    "pacing": {"errors", "work"},
     "model_loader": {"engine_keeper", "errors", "lifecycle", "load_policy", "model"},
     "engine_keeper": {"model"},
     "engine_listener": set(),
@@ -123,14 +124,14 @@ IN_SERVER = {
     "load_policy": set(),
     "garbage": set(),
     "model": {"lifecycle", "observability", "tokenizing"},
-    "tokenizing": set(),
+    "tokenizing": {"work"},
     "model_specs": {"config", "toml_file"},
     "lifecycle": {"errors"},
-    "storage": {"errors"},
+    "storage": {"errors", "work"},
     "errors": {"registry", "usage"},
     "registry": {"keys", "observability"},
     "turns": {"cache_miss", "keys"},
-    "observability": {"cache_miss", "keys", "session_name", "tiers"},
+    "observability": {"cache_miss", "keys", "session_name", "tiers", "work"},
     "cache_miss": set(),
     "session_name": set(),
     "session_wait": set(),
@@ -139,6 +140,7 @@ IN_SERVER = {
     "config": set(),
     "toml_file": set(),
     "usage": set(),
+    "work": set(),
 }
 """Module or package of `server` → those it may import. A request's path goes down this list."""
 

@@ -16,6 +16,9 @@ class TimelineState:
 
 
 STATES = {
+    "pace": TimelineState(
+        "waits: its tenant has taken its share of the server's own time", "#252525", "its tenant's share of the server's time"
+    ),
     "receive": TimelineState("the request body is being received", "#525252", "the request body"),
     "tokenize": TimelineState("the request is parsed, templated and tokenized", "#737373", "tokenization"),
     "grammar": TimelineState("its grammar is compiled", "#969696", "its grammar to compile"),

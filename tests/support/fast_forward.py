@@ -1,4 +1,4 @@
-"""Time that passes at once."""
+"""An event loop in virtual time."""
 
 import asyncio
 
@@ -17,4 +17,5 @@ class FastForward(asyncio.SelectorEventLoop):
         self._selector.select = jump
 
     def time(self):
+        """Returns the virtual time in seconds."""
         return self._jumped

@@ -107,6 +107,8 @@ class Ticket:
         self._queued = True
         self._admitted_at: float | None = None
         self._releases: list[Callable[[], None]] = []
+        self.was_started = False
+        """Whether an engine has started one of the prompts."""
 
     @property
     def tenant(self) -> Tenant:
@@ -139,6 +141,7 @@ class Ticket:
 
     def started(self) -> None:
         """Called when the engine starts one of the prompts. A preempted request does not count as waiting again."""
+        self.was_started = True
         if self._waiting:
             self._waiting -= 1
             self._admission._count(self._tenant, -1, queued=self._queued)

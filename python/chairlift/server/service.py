@@ -15,6 +15,7 @@ from starlette.requests import Request
 from chairlift.engine.frames import NoteSession
 from chairlift.engine.stats import Stats
 from chairlift.errors import brief
+from chairlift.machine import core_time
 from chairlift.server.admission import Admission
 from chairlift.server.errors import ApiError
 from chairlift.server.keys import Reader
@@ -26,6 +27,7 @@ from chairlift.server.observability.loop_monitor import LoopMonitor
 from chairlift.server.observability.metrics_page import MetricsPage
 from chairlift.server.observability.shadow import Shadow
 from chairlift.server.observability.usage_log import UsageLabels
+from chairlift.server.pacing import Pacing
 from chairlift.server.registry import RequestRegistry
 from chairlift.server.sequences import Sequences, ServedSequence
 from chairlift.server.tiers import ServiceTiers
@@ -87,6 +89,8 @@ class Service:
         queued = None if None in limits else sum(limit for limit in limits if limit is not None)
         self.admission = Admission(queued, self._busiest_stats, lambda: min(model.lifecycle.seconds_until_ready for model in self.models))
         """Counts waiting requests."""
+        self.pacing = Pacing(core_time())
+        """Shares the server's own time among groups of tenants."""
         self._by_name = {name: model for model in self.models for name in model.names}
 
     @property

@@ -11,12 +11,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from chairlift.errors import ContextExceeded, InvalidRequest
+from chairlift.server.work import WorkThreads
 from chairlift.template_process import MAX_PROCESSES
 from chairlift.trim import trim
 
@@ -33,8 +34,11 @@ MAX_CHARACTERS = 1 << 20
 """Maximum length of a text that need not fit into the context, because its tokens are counted or truncated, or it is white space."""
 
 
-NICE = 5
-"""How much lower the priority of the thread that tokenizes long texts is than that of running requests."""
+NICE = 10
+"""How much lower the priority of the thread that tokenizes long texts is than that of running requests.
+
+It gets a tenth of a core beside other threads. With SCHED_IDLE it would get 0.3 %, and an honest tenant's text would take minutes.
+"""
 
 
 class Tokenizing:
@@ -140,7 +144,7 @@ class _Threads:
     """Threads in which each group has one call at a time, so that a call waits for at most one of each other group."""
 
     def __init__(self, number: int, name: str, nice: int = 0) -> None:
-        self._executor = ThreadPoolExecutor(number, name, _lower_priority, (nice,))
+        self._executor = WorkThreads(number, name, _lower_priority, (nice,))
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """The turn of each group with calls."""
 

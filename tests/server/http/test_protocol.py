@@ -376,3 +376,19 @@ def test_a_unix_socket_is_for_its_user_alone(tmp_path):
     assert (tmp_path / "file").exists()
     with pytest.raises(PortTaken, match="too long"), open_path(str(tmp_path / ("a" * 200)), 0o600):
         pass
+
+
+def test_reading_a_body_counts_for_its_request(server, base, monkeypatch):
+    counted, turn = [], server[1].pacing.turn
+
+    def spied(group, work):
+        counted.append(work)
+        return turn(group, work)
+
+    monkeypatch.setattr(server[1].pacing, "turn", spied)
+    with httpx.Client(base_url=base) as client:  # one connection
+        for size in (1, 1 << 20):
+            client.post("/v1/completions", content=b"{" * size, headers={"content-type": "application/json"})
+    small, large = (work.seconds for work in counted)
+    assert small > 0
+    assert large > 0.0005  # 64 reads

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from chairlift.server.errors import ApiError
 from chairlift.server.http.connections import MAX_CONNECTIONS, Connections, ConnectionState
 from chairlift.server.observability.request_context import FIRST_BYTE
+from chairlift.server.work import CURRENT_WORK, WORK, Work
 
 HEADER_BYTES = 16 << 10
 """Maximum size of a request's headers in bytes: all connections may send some at once."""
@@ -184,6 +185,8 @@ class HttpProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self.conn = _Connection(h11.SERVER, HEADER_BYTES)
         self._connections = cast(Connections, self.connections)
+        self._work = Work()
+        """Counts the time of the request that is read."""
         self._early = b""
         """Data that came before `_begin`."""
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -247,7 +250,10 @@ class HttpProtocol(H11Protocol):
         before = self.conn.their_state
         if before in (h11.IDLE, h11.DONE) and not self.conn.trailing_data[0]:
             self._begin_request()
+        work, began = self._work, time.perf_counter()
         super().data_received(data)
+        if CURRENT_WORK.get() is not work:  # the request has not resumed reading itself, so this callback is not counted as its own
+            work.seconds += time.perf_counter() - began
         theirs, ours = self.conn.their_state, self.conn.our_state
         ended = theirs in _ENDED
         ahead = len(self.conn.trailing_data[0]) if ended or theirs is h11.IDLE else 0
@@ -280,8 +286,9 @@ class HttpProtocol(H11Protocol):
         self._connections.set_state(self, state)
 
     def _begin_request(self) -> None:
-        """Records the time of the next request's first byte; uvicorn copies it to the request's scope."""
-        self.app_state = {**self.app_state, FIRST_BYTE: time.monotonic()}
+        """Records the time of the next request's first byte, and counts its work; uvicorn copies both to the request's scope."""
+        self._work = Work()
+        self.app_state = {**self.app_state, FIRST_BYTE: time.monotonic(), WORK: self._work}
 
     def shutdown(self) -> None:
         """Called at server shutdown: closes the connection when its response is complete."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import re
@@ -9,6 +10,7 @@ import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +23,7 @@ from chairlift.server.middleware.disconnect import run_until_disconnect
 from chairlift.server.observability.request_context import CURRENT_REQUEST, FIRST_BYTE, TRACE_HEADERS, RequestContext
 from chairlift.server.service import Service
 from chairlift.server.session_name import session_name
+from chairlift.server.work import CURRENT_WORK, WORK, Work
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +74,11 @@ class AccessMiddleware:
         scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers: _Headers = scope["headers"]
         request_id = _request_id(headers)
-        context = _context(request_id.decode(), headers, scope.get("state", {}).get(FIRST_BYTE))
+        arrival = scope.get("state", {})
+        context = _context(request_id.decode(), headers, arrival.get(FIRST_BYTE))
         CURRENT_REQUEST.set(context)
+        work: Work = arrival.get(WORK, Work())
+        CURRENT_WORK.set(work)
         scope["state"] = {"context": context}
 
         # Anthropic's clients read another header than OpenAI's.
@@ -87,26 +93,46 @@ class AccessMiddleware:
             tenant = self._tenant(scope["path"], headers)
             context.session = session_name(headers)
         except (ApiError, InvalidRequest) as error:
-            refusal = api_error(error)
-            # The body stays unread, so the connection cannot be reused.
-            refusal.headers["connection"] = "close"
-            if refusal.rejection_reason is not None:
-                self._service.count_rejected(refusal.rejection_reason)
-            await for_route(refusal, scope).response()(scope, receive, send_with_id)
+            await self._refuse(api_error(error), scope, receive, send_with_id)
             return
         ticket = self._service.admission.ticket(tenant)
         scope["state"] |= {"tenant": tenant.name, "reader": tenant.reader, "ticket": ticket, "raw_send": send}
         scope["state"]["may_unload"] = tenant.operator or not self._policy.keys
         with self._service.track_open():
             try:
-                if not await run_until_disconnect(self._app, scope, receive, send_with_id):
+                if not await run_until_disconnect(partial(self._in_turn, work), scope, receive, send_with_id):
                     logger.debug("the client of request %s disconnected", request_id.decode())
+            except ApiError as error:
+                await self._refuse(error, scope, receive, send_with_id)
             except Exception:
                 # The response was sent. If uvicorn saw the exception, it would close a reusable connection.
                 logger.exception("request %s failed", request_id.decode())
             finally:
                 ticket.release()
                 self._service.registry.remove_preparing(tenant.name, context)
+
+    async def _in_turn(self, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on in its turn; raises ApiError 429 if too many wait. An operator's requests and probes never wait."""
+        context, ticket = scope["state"]["context"], scope["state"]["ticket"]
+        pacing, group = self._service.pacing, None if ticket.tenant.operator else ticket.tenant.group
+        began, waits = time.monotonic(), pacing.must_wait(group)
+        if waits:
+            receive = _begun(receive)
+        async with pacing.turn(group, work):
+            if waits:
+                context.paced = time.monotonic() - began
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                if ticket.was_started:
+                    work.seconds = 0.0  # the scheduler shares what leads to steps
+
+    async def _refuse(self, refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers with an error. The body stays unread, so the connection cannot be reused."""
+        refusal.headers["connection"] = "close"
+        if refusal.rejection_reason is not None:
+            self._service.count_rejected(refusal.rejection_reason)
+        await for_route(refusal, scope).response()(scope, receive, send)
 
     def _tenant(self, path: str, headers: _Headers) -> Tenant:
         """Returns the tenant of a request; raises ApiError if it is not allowed."""
@@ -159,6 +185,20 @@ class AccessMiddleware:
 def _context(request_id: str, headers: _Headers, first_byte: float | None) -> RequestContext:
     trace = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
     return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte)
+
+
+def _begun(receive: Receive) -> Receive:
+    """Begins to receive a request's first message, which the result returns first: only after a whole body is a disconnect noticed."""
+    first: asyncio.Future[Message] | None = asyncio.ensure_future(receive())
+
+    async def received() -> Message:
+        nonlocal first
+        if first is None:
+            return await receive()
+        message, first = await first, None
+        return message
+
+    return received
 
 
 def _is_local(host: str, bound: str) -> bool:

@@ -1,4 +1,4 @@
-"""Measures the event loop: the callback that took most CPU time, and how late timers run."""
+"""Measures the event loop: the callback that took most CPU time, how late timers run, and the time of each request's callbacks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from prometheus_client import Histogram, Metric
 from prometheus_client.registry import Collector
 
 from chairlift.server.observability.engine_metrics import gauge
+from chairlift.server.work import CURRENT_WORK
 
 WINDOW = 60.0
 """The longest callback is that of the last one to two times this many seconds."""
@@ -85,6 +86,8 @@ class LoopMonitor(Collector):
             self._lag.observe(max(0.0, self._loop.time() - handle.when()))
         _run(handle)
         ended = time.perf_counter()
+        if (work := handle._context.get(CURRENT_WORK)) is not None:
+            work.seconds += ended - began
         if ended - began >= _SLOW:
             self._turn(ended)
             self._longest = max(self._longest, (time.thread_time() - self._cpu_mark, _name(handle)))

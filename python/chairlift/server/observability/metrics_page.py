@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import Metric
 
 from chairlift.server.keys import HIDDEN_TENANT, Reader
 from chairlift.server.observability.metrics import Metrics, collect, render, tenants
+from chairlift.server.work import WorkThreads
 
 PAUSE = 10.0
 """Metrics are served again for this many times the CPU time that they took: 0.1 s with many tenants, a hundredth of that with few."""
@@ -26,7 +26,7 @@ class MetricsPage:
     def __init__(self, models: Sequence[Metrics]) -> None:
         self._models = models
         self.pause = PAUSE
-        self._thread = ThreadPoolExecutor(1, "metrics")
+        self._thread = WorkThreads(1, "metrics")
         self._families: list[Metric] = []
         self._texts: dict[Reader, bytes] = {}
         """The texts of `_families`, by reader; HIDDEN_TENANT stands for tenants without samples."""

@@ -29,6 +29,8 @@ class RequestContext:
     """The session that the request's headers name."""
     waited_for_model: float = 0.0
     """Seconds that the request waited until its model was loaded."""
+    paced: float = 0.0
+    """Seconds that the request waited because its tenant had taken more than its share of the server's own time."""
 
     def body_received(self) -> None:
         """Records that the body is complete."""
@@ -38,8 +40,9 @@ class RequestContext:
         """Returns the seconds in each state of the timeline so far."""
         now = time.monotonic()
         received = now if self.received is None else self.received
+        pace = {"pace": self.paced} if self.paced else {}
         restart = {"restart": self.waited_for_model} if self.waited_for_model else {}
-        return {"receive": received - self.arrived, **restart, "tokenize": now - received - self.waited_for_model}
+        return {"receive": received - self.arrived - self.paced, **pace, **restart, "tokenize": now - received - self.waited_for_model}
 
 
 CURRENT_REQUEST: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)

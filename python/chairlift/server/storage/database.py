@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from chairlift.errors import InvalidSetting
 from chairlift.server.errors import ApiError, unavailable
+from chairlift.server.work import WorkThreads
 
 if TYPE_CHECKING:
     import sqlite3
@@ -76,7 +76,7 @@ class Database:
         """Opens or creates the database for this process alone; raises InvalidSetting."""
         import sqlite3
 
-        self._thread = ThreadPoolExecutor(1, "chairlift-data")
+        self._thread = WorkThreads(1, "chairlift-data")
         self._closed = False
         self._reserve = directory / "reserve"
         try:

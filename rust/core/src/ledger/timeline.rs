@@ -48,6 +48,8 @@ named_enum! {
         Swapped = "swapped",
         /// Recomputed tokens lost in a preemption.
         Recompute = "recompute",
+        /// Waited for its turn, because its tenant took more than its share of the server's own time.
+        Pace = "pace",
         /// The server received the request's bytes.
         Receive = "receive",
         /// The server parsed the request, applied the chat template and tokenized the text.

@@ -1,0 +1,175 @@
+"""What takes the server's own time is shared among groups of tenants, in virtual time."""
+
+import asyncio
+import functools
+import math
+
+import pytest
+from fast_forward import FastForward
+
+from chairlift.server.errors import ApiError
+from chairlift.server.pacing import CREDIT, MAX_WAITING, SHARE, Pacing
+from chairlift.server.work import Work
+
+CORES = 4.0
+RATE = SHARE * CORES
+"""Seconds of work that all groups may take in a second."""
+
+
+def in_virtual_time(test):
+    """Runs an asynchronous test in an event loop that never waits."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        with asyncio.Runner(loop_factory=FastForward) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+async def request(pacing, group, seconds=0.0, *, lasts=0.0):
+    """A request that works for so long and ends after `lasts` seconds. Returns when it began."""
+    work = Work()
+    async with pacing.turn(group, work):
+        began = now()
+        await asyncio.sleep(lasts)
+        work.seconds = seconds
+    return began
+
+
+async def until_waiting():
+    """Lets all tasks go on as far as they do without a timer."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@in_virtual_time
+async def test_a_group_alone_never_waits():
+    pacing = Pacing(CORES)
+    for _ in range(100):
+        assert await request(pacing, "a", 5.0) == 0
+    # Its own open requests are no reason to wait either.
+    own = asyncio.create_task(request(pacing, "a", lasts=10))
+    await until_waiting()
+    assert not pacing.must_wait("a")
+    assert await request(pacing, "a", 5.0) == 0
+    await own
+
+
+@in_virtual_time
+async def test_a_group_beyond_its_share_waits_until_it_is_paid():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=1000))
+    assert await request(pacing, "a", 1.0) == 0
+    assert pacing.must_wait("a")
+    assert not pacing.must_wait("b")
+    assert await request(pacing, "a") == pytest.approx(1.0 / RATE - CREDIT)
+    other.cancel()
+
+
+@in_virtual_time
+async def test_it_goes_on_at_once_when_the_others_end():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=2))
+    assert await request(pacing, "a", 100.0) == 0
+    assert await request(pacing, "a") == 2
+    await other
+
+
+@in_virtual_time
+async def test_two_groups_that_wait_for_each_other_do_not():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "c", lasts=1))
+    await asyncio.gather(*(request(pacing, group, 100.0) for group in "ab"))
+    began = await asyncio.gather(*(request(pacing, group, lasts=3) for group in "ab"))
+    assert sorted(began) == [1, 4]
+    await other
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("at_once", [1, 8])
+@in_virtual_time
+async def test_all_groups_together_stay_within_the_share(groups, at_once):
+    pacing, whole = Pacing(CORES), 2000.0
+    other = asyncio.create_task(request(pacing, "victim", lasts=whole))
+    worked = dict.fromkeys(range(groups), 0.0)
+
+    async def flood(group):
+        while now() < whole:
+            await request(pacing, str(group), 0.5, lasts=0.5)
+            worked[group] += 0.5
+
+    floods = [asyncio.create_task(flood(group)) for group in worked for _ in range(at_once)]
+    await asyncio.wait([other])
+    for task in floods:
+        task.cancel()
+    # The first requests of a group that are sent together begin together: nothing is known of them.
+    assert whole * RATE * 0.95 < sum(worked.values()) < whole * RATE * 1.05 + 0.5 * groups * at_once
+    assert max(worked.values()) < 1.1 * min(worked.values())
+
+
+@in_virtual_time
+async def test_what_was_expected_and_not_worked_is_given_back():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=100_000))
+    await request(pacing, "a", 1.0)
+    for _ in range(20):
+        began = await request(pacing, "a")  # those that an engine started have no work of their own
+    assert began == pytest.approx(1.0 / RATE - CREDIT)
+    other.cancel()
+
+
+@in_virtual_time
+async def test_too_many_that_wait_are_refused():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=100))
+    await request(pacing, "a", 2.0)
+    waiting = [asyncio.create_task(request(pacing, "a")) for _ in range(MAX_WAITING)]
+    await until_waiting()
+    with pytest.raises(ApiError) as caught:
+        await request(pacing, "a")
+    assert (caught.value.status, int(caught.value.headers["retry-after"])) == (429, math.ceil(2.0 / RATE - CREDIT))
+    assert await request(pacing, "c") == 0
+    assert await asyncio.gather(*waiting) == [pytest.approx(2.0 / RATE - CREDIT)] * MAX_WAITING
+    other.cancel()
+
+
+@in_virtual_time
+async def test_a_request_that_is_cancelled_leaves_its_place_and_owes_nothing():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=100))
+    await request(pacing, "a", 2.0)
+    waiting = [asyncio.create_task(request(pacing, "a", 1.0)) for _ in range(MAX_WAITING)]
+    await until_waiting()
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert await request(pacing, "a") == pytest.approx(2.0 / RATE - CREDIT)
+    other.cancel()
+
+
+@in_virtual_time
+async def test_requests_of_no_group_never_wait_but_others_wait_for_them():
+    pacing = Pacing(CORES)
+    operators = asyncio.create_task(request(pacing, None, 100.0, lasts=2))
+    await request(pacing, "a", 100.0)
+    assert not pacing.must_wait(None)
+    assert await request(pacing, None, 100.0) == 0
+    assert await request(pacing, "a") == 2
+    await operators
+
+
+@in_virtual_time
+async def test_accounts_of_idle_groups_are_dropped():
+    pacing = Pacing(CORES)
+    for number in range(1000):
+        await request(pacing, f"idle{number}")
+    assert len(pacing) == 0
+    for number in range(1000):
+        await request(pacing, f"busy{number}", 0.001 * RATE)
+        await asyncio.sleep(1)
+    assert len(pacing) == 1
