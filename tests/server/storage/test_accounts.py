@@ -17,7 +17,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.storage import batches
 from chairlift.server.storage.batches import NO_ROOM, Answer, Batches, BatchRequest, Status, output_line
 from chairlift.server.storage.database import _SCHEMA, _VERSION, RESERVE_BYTES, Database
-from chairlift.server.storage.files import ANSWERS_SHARE, Files
+from chairlift.server.storage.files import ANSWERS_SHARE, PIECE_BYTES, Files, StoredFile
 
 LIMIT = 40_000
 TENANTS = ("alice", "bob")
@@ -421,3 +421,17 @@ def test_a_database_of_version_1_is_taken_over(tmp_path):
         storage.check()
         assert storage.used == 512 + 12 + 3
         storage.database.close()
+
+
+def test_a_file_is_read_in_small_pieces(tmp_path):
+    storage = Storage(tmp_path)
+    content = b"12345678" * (PIECE_BYTES // 4) + b"9"
+    storage.files.path("file-1").write_bytes(content)
+
+    async def read():
+        return [piece async for piece in storage.files.content(StoredFile("file-1", "a", "batch", len(content), 0, None))]
+
+    pieces = asyncio.run(read())
+    storage.database.close()
+    assert b"".join(pieces) == content
+    assert max(map(len, pieces)) <= PIECE_BYTES <= 1 << 16

@@ -33,7 +33,10 @@ ANSWERS_SHARE = 10
 """The last 1/10 of the space is for the answers of batches that run: uploads and new batches take none of it."""
 
 _BUFFER_BYTES = 1 << 20
-"""Bytes that are collected before a write, and read at once."""
+"""Bytes that are collected before a write."""
+
+PIECE_BYTES = 1 << 16
+"""Bytes that are read at once. A client that does not read its download makes the server hold two pieces."""
 
 _PART = ".part"
 """Suffix of a file that is not complete."""
@@ -152,7 +155,7 @@ class Files:
         except FileNotFoundError:
             raise _unknown(file.id) from None
         with stream:
-            while data := await asyncio.to_thread(stream.read, _BUFFER_BYTES):
+            while data := await asyncio.to_thread(stream.read, PIECE_BYTES):
                 yield data
 
     def path(self, id: str) -> Path:
