@@ -1,9 +1,12 @@
+import asyncio
 import json
 import threading
 
 import pytest
 from raw_connection import connected
 from server_here import wait_until
+
+from chairlift.server.middleware.disconnect import run_until_disconnect
 
 HEADERS = "host: localhost\r\ncontent-type: application/json\r\n"
 
@@ -91,3 +94,20 @@ def test_a_client_that_goes_once_it_has_its_answer_leaves_nothing_undone(base, s
                 got += sock.recv(65536)
     wait_until(lambda: server[1].open == server[1].admission.open == 0)
     assert (engine.finished, engine.left_early) == (20, 0)
+
+
+def test_a_download_ends_when_its_client_goes():
+    messages = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        await asyncio.sleep(0)
+
+    async def download(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+
+    assert not asyncio.run(asyncio.wait_for(run_until_disconnect(download, {}, receive, send), 20))
