@@ -54,6 +54,7 @@ def test_the_digest_is_that_of_the_content(model: Path, tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base"),
         ({"init_lora_weights": "lora_ga"}, "also changes the base"),
         ({"rank_pattern": {"(": 8}}, "rank_pattern is not an object whose names are patterns"),
+        ({"rank_pattern": {"(?=a)b": 8}}, "patterns without lookaround and backreferences"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern or alpha_pattern has a value that is no rank"),
         ({"alpha_pattern": {"q_proj": "8"}}, "rank_pattern or alpha_pattern has a value that is no rank or no alpha"),
         ({"alpha_pattern": [8]}, "alpha_pattern is not an object"),
@@ -71,6 +72,11 @@ def test_configurations_that_ask_for_more_are_refused(model: Path, tmp_path: Pat
     with pytest.raises(UnsupportedModel, match=message) as refused:
         AdapterFiles(path)
     assert "\n" not in str(refused.value)
+
+
+def test_a_pattern_for_which_python_would_try_all_ways_to_match_takes_no_time(model: Path, tmp_path: Path) -> None:
+    path = adapters.write(tmp_path / "a", adapters.matrices(model), rank_pattern={"(.*)*x": 8, "(.*a){20}": 8})
+    assert {update.rank for update in AdapterFiles(path).updates.values()} == {4}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from chairlift.checkpoint.safetensors_file import DTYPES, Array, SafetensorsFile
 from chairlift.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
+
     from chairlift.checkpoint.gguf_adapter import GGUFAdapter
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -92,8 +94,8 @@ class Factors:
     def of(self, layer: str, rank: int) -> tuple[int, float]:
         """Returns the rank and the factor of the update of a linear layer. Raises ValueError if its matrices' rank is another."""
         # As in peft (get_pattern_key), the first pattern counts that matches the end of the name.
-        expected = next((value for pattern, value in self._ranks if pattern.fullmatch(layer)), self._rank)
-        alpha = next((value for pattern, value in self._alphas if pattern.fullmatch(layer)), self._alpha)
+        expected = next((value for pattern, value in self._ranks if pattern.isinstance_python(layer)), self._rank)
+        alpha = next((value for pattern, value in self._alphas if pattern.isinstance_python(layer)), self._alpha)
         if rank != expected:
             raise ValueError(f"do not have the rank r = {expected}" + (", as rank_pattern says" if self._ranks else ""))
         return rank, alpha / (math.sqrt(rank) if self._by_root else rank)
@@ -234,13 +236,17 @@ def _is_alpha(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MAX_ALPHA < value < _MAX_ALPHA
 
 
-def _patterns(config: Mapping[str, Any], name: str) -> list[tuple[re.Pattern[str], Any]]:
+def _patterns(config: Mapping[str, Any], name: str) -> list[tuple[SchemaValidator, Any]]:
     """Returns the patterns of names of layers in a field, and their values."""
-    found = config.get(name) or {}
+    if not (found := config.get(name)):
+        return []
+    # Its regular expressions take time that is linear in the text. Those of Python can take days for a hostile file's.
+    from pydantic_core import SchemaError, SchemaValidator, core_schema
+
     try:
-        return [(re.compile(rf"(.*\.)?({pattern})"), value) for pattern, value in found.items()]
-    except (re.error, AttributeError):
-        raise ValueError(f"{name} is not an object whose names are patterns") from None
+        return [(SchemaValidator(core_schema.str_schema(pattern=rf"^(.*\.)?({pattern})$")), value) for pattern, value in found.items()]
+    except (SchemaError, AttributeError):
+        raise ValueError(f"{name} is not an object whose names are patterns without lookaround and backreferences") from None
 
 
 def _as_float32(data: Array, dtype: str) -> Array:
