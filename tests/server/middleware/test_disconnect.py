@@ -113,7 +113,7 @@ def test_a_download_ends_when_its_client_goes():
     assert not asyncio.run(asyncio.wait_for(run_until_disconnect(download, {"method": "GET"}, receive, send), 20))
 
 
-def test_a_get_is_answered_without_its_body(base):
+def test_an_explanation_does_not_wait_for_a_body(base):
     with connected(base) as sock:
         sock.sendall(b"GET /v1/requests/none/explain HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000000\r\n\r\nx")
         assert sock.recv(100).startswith(b"HTTP/1.1 404")

@@ -33,12 +33,14 @@ async def run_until_disconnect(app: ASGIApp, scope: Scope, receive: Receive, sen
         return message
 
     async def sent(message: Message) -> None:
-        if watcher is not None and message["type"] == "http.response.body" and not message.get("more_body", False):
-            watcher.cancel()  # the response is complete; a disconnect no longer matters
+        nonlocal watcher
+        if message["type"] == "http.response.body":
+            if message.get("more_body", False):
+                watcher = watcher or asyncio.create_task(watch())  # `app` answers without reading the body, as it does for GET
+            elif watcher is not None:
+                watcher.cancel()  # the response is complete; a disconnect no longer matters
         await send(message)
 
-    if scope["method"] in ("GET", "HEAD"):  # no route reads a body of these
-        watcher = asyncio.create_task(watch())
     try:
         async with deadline:
             await app(scope, received, sent)
