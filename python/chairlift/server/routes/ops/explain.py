@@ -30,9 +30,8 @@ async def explain(request: Request) -> Response:
 
     A tenant finds only its own requests.
     """
-    await (
-        request.receive()
-    )  # all of an empty body, a part of others; a client that disconnects from here on ends its explanation, which others wait for
+    # This is all of an empty body. A client that disconnects from here on ends its explanation, which others wait for.
+    await request.receive()
     reader: Reader = request.state.reader
     group = None if reader is None else request.state.ticket.tenant.group
     async with service_of(request).explaining(group):
