@@ -169,14 +169,13 @@ impl World {
         self.ended.push((timeline.tag, timeline.finish));
         let ended = self.live.remove(&timeline.tag);
         self.reads.remove(&timeline.tag);
-        let exposed = ended.as_ref().is_some_and(|live| live.exposed);
-        if let Some(live) = ended
-            && !early
-            && let Some(held) = self.held.iter_mut().find(|held| live.continues == Some(held.id))
-        {
-            held.tokens = live.context;
-        } else if early && exposed {
+        let Some(live) = ended else { return };
+        if live.exposed && timeline.finish != Some(FinishReason::Length) {
+            // Others may share blocks that a step in flight spoils, also if the request was stopped meanwhile.
             self.live.values_mut().for_each(|other| other.exposed = true);
+        }
+        if !early && let Some(held) = self.held.iter_mut().find(|held| live.continues == Some(held.id)) {
+            held.tokens = live.context;
         }
     }
 
