@@ -340,7 +340,7 @@ def test_a_file_of_blocks_is_computed_with_activations_of_16_bits_where_that_is_
 def test_a_step_makes_progress_and_is_exact_without_being_asked(llm: LLM) -> None:
     assert ["arithmetic", "float32", "no activation is rounded"] in llm.engine.info.decisions
     llm.embed(TEXTS[0])
-    assert llm.engine.progress > 0
+    assert llm.engine.runner.progress > 0
 
 
 def test_text_is_tokenized_and_shortened_embeddings_have_length_1(llm: LLM) -> None:

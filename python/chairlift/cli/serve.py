@@ -213,7 +213,9 @@ async def _serve(
 ) -> int:
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.local_processes import local_processes, share_cores
+    from chairlift.server.work import WorkThreads
 
+    asyncio.get_running_loop().set_default_executor(WorkThreads(thread_name_prefix="asyncio"))
     gc.disable()  # until everything is imported: what is imported lasts
     # Each text is tokenized on one thread, whose priority may be low: that of the package's own threads is not.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -35,7 +35,6 @@ from chairlift.server.observability.usage_log import UsageLog
 from chairlift.server.service import Service
 from chairlift.server.tiers import ServiceTiers
 from chairlift.server.tokenizing import Tokenizing
-from chairlift.server.work import WorkThreads
 
 if TYPE_CHECKING:
     from chairlift.engine.joined_process import JoinedProcess
@@ -134,7 +133,6 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number.name)
-        loop.set_default_executor(WorkThreads(thread_name_prefix="asyncio"))
         self._service.loop_monitor.start()
         http = asyncio.create_task(self._http.serve(sockets=[listener]))
         loads = [asyncio.create_task(log_load(model.engine.stats_by_engine, self._label(model))) for model in self._service.models]
