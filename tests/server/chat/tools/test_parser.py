@@ -533,6 +533,20 @@ def test_a_call_is_told_as_it_comes():
     assert parser.push("_call>") == parser.end() == []
 
 
+@pytest.mark.parametrize(("syntax", "template"), [("deepseek", ""), ("deepseek", "```json"), ("kimi_k2", "")])
+def test_a_stop_string_within_the_marks_after_a_call_leaves_the_call_alone(syntax, template):
+    form = TOOL_PARSERS[syntax].call_format(template)
+    text = f'{form.begin}{form.before}f{form.between}{{"a": 1}}{form.after}{form.end}'
+    for start in range(text.index("}") + 1, len(text)):
+        stop = text[start : start + 8]
+        if text.index(stop) != start:
+            continue
+        for pieces in ([text[:start]], text[:start]):
+            parser = TOOL_PARSERS[syntax](NAMES, lambda: "id")
+            news = [one for piece in pieces for one in parser.push(piece)] + parser.end(stop)
+            assert "".join(one.arguments if isinstance(one, ToolCallDelta) else one for one in news) == '{"a": 1}', stop
+
+
 def test_mistral_s_ids_are_what_its_templates_take():
     ids = {TOOL_PARSERS["mistral"].new_id() for _ in range(20)}
     assert len(ids) == 20
