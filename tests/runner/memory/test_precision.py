@@ -198,9 +198,12 @@ def test_a_cuda_device_keeps_all_as_the_checkpoint_does(checkpoint, kept):
     assert decided(dtype=checkpoint, device="cuda") == Precision(kept, "none", kept, kept)
 
 
-@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"])
+SQUARED = {"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "relu2"}
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM", "ArceeForCausalLM"])
 def test_activations_that_exceed_float16_are_in_bfloat16(architecture):
-    model = replace(MODEL, architecture=architecture)
+    model = ModelConfig.parse(SMALL | SQUARED) if architecture in SQUARED["architectures"] else replace(MODEL, architecture=architecture)
     for quantization, settings in ((None, {"device": "cuda"}), ("gptq", {"device": "cuda"}), ("gptq", {"device": "cpu"})):
         found = in_torch(model=replace(model, dtype="float16", quantization=quantization), **settings)
         assert (found.compute, found.kv) == ("bfloat16", "bfloat16")
