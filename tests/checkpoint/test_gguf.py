@@ -309,6 +309,18 @@ def test_each_key_is_used_or_changes_nothing_or_is_reported(tmp_path: Path) -> N
     assert check_keys(path, neutral | {"llama.made_up": 7, "llama.attention.sliding_window": 4096}, 16, 128) == ["llama.made_up"]
 
 
+def test_sections_of_positions_are_read_where_they_leave_rows_in_their_order(tmp_path: Path) -> None:
+    """llama.cpp's converter reorders the rows of queries and keys of GLM-4.1V, and not of GLM-4.5V."""
+    settings = dict(TINY)
+    for kind, name in (("glm4", "glm4"), ("glm4_moe", "glm4moe")):
+        key = f"{name}.rope.dimension_sections"
+        gguf_of(tiny_model(kind, **settings[kind]), tmp_path / f"{kind}.gguf", replaced={key: [2, 1, 1, 0]})
+    convert(tmp_path / "glm4_moe.gguf", tmp_path / "out")
+    reason = "glm4.rope.dimension_sections is [2, 1, 1, 0], which the code for this architecture cannot compute"
+    with pytest.raises(UnsupportedModel, match=re.escape(reason)):
+        convert(tmp_path / "glm4.gguf", tmp_path / "other")
+
+
 def test_an_unknown_key_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     convert(_altered(tmp_path, llama__made_up=7, llama__pooling_type=3), tmp_path / "out")
     assert "tiny.gguf has metadata that is not known here and not used: llama.made_up\n" in caplog.text
