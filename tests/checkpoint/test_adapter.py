@@ -1,6 +1,7 @@
 """Adapter files in peft's format: what is read, and what is refused with one line."""
 
 import json
+import os
 from pathlib import Path
 
 import adapters
@@ -10,6 +11,9 @@ from safetensors.numpy import save_file
 
 from chairlift.checkpoint.adapter import AdapterFiles
 from chairlift.errors import UnsupportedModel
+
+FLOAT32, NAN = (6).to_bytes(4, "little"), np.float32("nan").tobytes()
+"""GGUF's number of the type, and one of its values."""
 
 
 @pytest.fixture
@@ -105,6 +109,38 @@ def test_matrices_that_do_not_fit_are_refused(model: Path, tmp_path: Path, name:
         AdapterFiles(adapters.write(tmp_path / "a", tensors))
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("F32", 0x7FC0_0000), ("F32", 0xFF80_0000), ("F16", 0x7C00), ("BF16", 0xFF81)])
+def test_matrices_with_numbers_that_are_not_finite_are_refused(tmp_path: Path, dtype: str, bits: int) -> None:
+    layer, size = "model.layers.0.mlp.up_proj", 4 if dtype == "F32" else 2
+    ones = {f"{layer}.lora_{name}": np.ones(shape, f"f{size}") for name, shape in (("A", (4, 32)), ("B", (48, 4)))}
+    path = adapters.write(tmp_path / "a", ones)
+    file = path / "adapter_model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'"F16"', f'"{dtype}"'.encode())
+    content = len(header).to_bytes(8, "little") + header + content[end:]
+    file.write_bytes(content)
+    AdapterFiles(path)
+    file.write_bytes(content[:-size] + bits.to_bytes(size, "little"))
+    with pytest.raises(UnsupportedModel, match=rf"{layer}\.lora_B\.weight has numbers that are NaN or infinite"):
+        AdapterFiles(path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_fifo_or_a_device_in_place_of_a_file_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+    path = adapters.random(tmp_path / "a", model) / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UnsupportedModel, match=f"{name} is no regular file"):
+        AdapterFiles(path.parent)
+    with pytest.raises(UnsupportedModel, match=r"adapter_config\.json cannot be read"):
+        AdapterFiles(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(UnsupportedModel, match=f"{name} is no regular file"):
+        AdapterFiles(path.parent)
+
+
 def test_a_gguf_file_that_is_no_plain_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     path, tensors = tmp_path / "a.gguf", adapters.matrices(model)
     files = AdapterFiles(adapters.write_gguf(path, tensors, 4, 2, alpha=0))
@@ -113,6 +149,7 @@ def test_a_gguf_file_that_is_no_plain_adapter_is_refused(model: Path, tmp_path: 
     whole = path.read_bytes()
     changes = {
         (b"adapter.lora.alpha", b"adapter.lora.gamma"): "its metadata has adapter.lora.gamma, which is not known",
+        (b"adapter.lora.alpha" + FLOAT32 + bytes(4), b"adapter.lora.alpha" + FLOAT32 + NAN): "adapter.lora.alpha is nan",
         (b"adapter.type", b"adapter.typo"): "not of a LoRA adapter",
         (b"llama", b"lmama"): "architecture 'lmama', which cannot be read",
         (b"blk.0.attn_q.weight.lora_a", b"blk.0.attn_q.weight.lora_c"): r"it changes blk\.0\.attn_q\.weight\.lora_c: only",

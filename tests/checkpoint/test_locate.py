@@ -12,6 +12,7 @@ from gguf_files import gguf_of, split_gguf_of, tiny_model
 from chairlift.checkpoint.cache import LINK
 from chairlift.checkpoint.locate import cache_dir, locate, public_name
 from chairlift.checkpoint.safetensors_file import SafetensorsFile
+from chairlift.checkpoint.weight_files import info_before_load
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
 from chairlift.tokenizer import Tokenizer
@@ -43,6 +44,23 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert locate("m") == tmp_path / "m"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert locate("~/m") == tmp_path / "m"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "m.gguf", "Q8_0/m.gguf"])
+def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    files = () if name.endswith("gguf") else {"config.json", "model.safetensors"} - {name}
+    for other in files:
+        (tmp_path / other).write_text("{}")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UnsupportedModel, match=f"{name} is no regular file"):
+        locate(str(tmp_path))
+    with pytest.raises(ModelNotFound):
+        locate(str(tmp_path / name))
+    if files:
+        with pytest.raises(ModelNotFound):
+            locate(str(tmp_path / "model.safetensors"))
+    assert not info_before_load(tmp_path).architecture
 
 
 def test_a_file_is_converted_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

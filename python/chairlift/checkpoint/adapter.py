@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.checkpoint.gguf_parts import is_gguf
+from chairlift.checkpoint.regular_files import check_files
 from chairlift.checkpoint.safetensors_file import DTYPES, Array, SafetensorsFile, as_float32
 from chairlift.errors import UnsupportedModel
 
@@ -52,6 +53,8 @@ IGNORED = frozenset(
 BASE_CHANGES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights that change the base's weights too."""
 _MAX_ALPHA = 1e9
+_EXPONENTS = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+"""The bits of the exponent of a number of each dtype. All are set in NaN and in infinite numbers."""
 
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\.((?:self_attn|mlp|mixer|feed_forward)\.(\w+))\.lora_([AB])\.weight")
 
@@ -130,6 +133,7 @@ class AdapterHeader:
         self._file, self._factors, self._alternates = file, file, file.alternates
 
     def _open_directory(self) -> None:
+        check_files(self.path.glob("*"))
         config = self._read_config()
         for field, what in REFUSED.items():
             if config.get(field):
@@ -212,8 +216,10 @@ class AdapterFiles(AdapterHeader):
         if unknown := {a.dtype, b.dtype} - DTYPES.keys():
             raise self._unsupported(f"{module} of layer {layer} is in {min(unknown)}: expected {', '.join(DTYPES)}")
         data = []
-        for which in "AB":
+        for which, entry in zip("AB", (a, b), strict=True):
             data.append(file.data(names[which]))
+            if not _is_finite(data[-1], entry.dtype):
+                raise self._unsupported(f"{names[which]} has numbers that are NaN or infinite: train or convert the adapter again")
             self._hash.update(names[which].encode() + b"\0")
             self._hash.update(data[-1].data)
         kind = DTYPES[a.dtype][0]
@@ -247,6 +253,11 @@ def _patterns(config: Mapping[str, Any], name: str) -> list[tuple[SchemaValidato
         return [(SchemaValidator(core_schema.str_schema(pattern=rf"^(.*\.)?({pattern})$")), value) for pattern, value in found.items()]
     except (SchemaError, AttributeError):
         raise ValueError(f"{name} is not an object whose names are patterns without lookaround and backreferences") from None
+
+
+def _is_finite(data: Array, dtype: str) -> bool:
+    number, exponent = _EXPONENTS[dtype]
+    return not bool(((data.view(number) & exponent) == exponent).any())
 
 
 def _as_float32(data: Array, dtype: str) -> Array:

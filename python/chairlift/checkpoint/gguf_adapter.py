@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from chairlift.architectures import GGUF, GGUF_MIXTURES
@@ -27,6 +28,8 @@ class GGUFAdapter:
         if architecture is None or architecture.gguf is None:
             raise ValueError(f"it was made for a model of architecture {kind!r:.80}, which cannot be read")
         self.alpha = self._file.get("adapter.lora.alpha", float) or 0.0
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"adapter.lora.alpha is {self.alpha}")
         self.alternates = architecture.gguf.adjacent_pairs
         """Whether the halves of rotary rows alternate in B of q_proj and k_proj."""
         self.tensors: dict[str, TensorEntry] = {}

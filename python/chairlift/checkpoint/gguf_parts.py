@@ -27,6 +27,8 @@ _TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF files do, whatever its name."""
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"

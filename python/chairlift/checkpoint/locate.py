@@ -24,6 +24,7 @@ from chairlift.checkpoint.lfs_pointer import remedy
 from chairlift.checkpoint.model_name import FileAddress, HubName, parse_name
 from chairlift.checkpoint.ollama_store import OllamaFile, OllamaModel, find_ollama_model
 from chairlift.checkpoint.progress import Progress, announced, say
+from chairlift.checkpoint.regular_files import check_files
 from chairlift.checkpoint.weight_files import INDEX, weight_files
 from chairlift.config import DEFAULT_MODEL
 from chairlift.errors import ChairliftError, ModelNotFound, UnsupportedModel
@@ -126,6 +127,7 @@ def _model_path(model: str) -> Path:
     path = Path(urllib.parse.unquote(model[local.end() :])) if local else Path(os.path.expanduser(model))
     if path.suffix in (".json", ".safetensors"):
         with contextlib.suppress(ModelNotFound, UnsupportedModel):
+            check_files(path.parent.glob("*"))
             config = path.with_name("config.json")
             if config.is_file() and path in (config, path.with_name(INDEX), *weight_files(path.parent)):
                 return path.parent
@@ -199,12 +201,14 @@ def _directory(path: Path, cache: Path, progress: Progress) -> Path:
 
     Without files of its own, those of its folders count: repositories have a folder for each type of weights.
     """
+    check_files(path.glob("*"))
     has_config = (path / "config.json").is_file()
     if has_config and ((path / LINK).is_symlink() or any(path.glob("*.safetensors"))):
         if (path / "adapter_config.json").is_file():
             say(f"{path} also holds a LoRA adapter, which is used only with --lora-modules NAME={path}", progress)
         return path.absolute()
     files = model_files(path.iterdir()) or model_files(path.glob("*/*"))
+    check_files(files)
     found = [file for file in files if holds_model(file)] or files
     if found:
         if len(found) > 1:

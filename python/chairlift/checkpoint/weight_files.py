@@ -110,7 +110,7 @@ def info_before_load(model: Path) -> CheckpointInfo:
     if model.is_file() or _holds_gguf(model):
         return CheckpointInfo(weight_format="gguf")
     try:
-        match json.loads((model / "config.json").read_bytes()):
+        match json.loads((model / "config.json").read_bytes()) if (model / "config.json").is_file() else None:
             case {"architectures": [str(architecture), *_]}:
                 return CheckpointInfo(architecture=architecture, weight_format="safetensors")
     except (OSError, ValueError, RecursionError):  # a load says what is wrong
