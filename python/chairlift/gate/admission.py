@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from array import array
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from chairlift.engine.stream import Stream
     from chairlift.server.model import ServedModel
     from chairlift.server.session_name import SessionName
-
-log = logging.getLogger("chairlift")
 
 
 class Outcome(Enum):
