@@ -17,7 +17,7 @@ from chairlift.engine.client import AsyncEngine
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Add
-from chairlift.engine.request import deliver
+from chairlift.engine.stream import deliver
 from chairlift.engine.validation import validate
 from chairlift.errors import DeadlineMissed, EngineDead, InvalidRequest, QueueFull, RequestFailed
 from chairlift.sampling import SamplingParams

@@ -19,11 +19,10 @@ from cpu_cost import cost
 from gguf_files import sentencepiece_metadata, write_vocabulary
 
 from chairlift import LLM, AsyncEngine, SamplingParams
-from chairlift.engine import request as client_request
+from chairlift.engine import stream as client_request
 from chairlift.engine.choice import ERROR, STOP, Choice
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.request import add_part, deliver, joined
-from chairlift.engine.stream import Stream
+from chairlift.engine.stream import Stream, add_part, deliver, joined
 from chairlift.engine.validation import encode_bad_words
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput, TokenLogprobs

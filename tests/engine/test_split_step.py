@@ -17,8 +17,7 @@ from chairlift.engine import split_step
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import StepOutputs
-from chairlift.engine.request import deliver
-from chairlift.engine.stream import Stream
+from chairlift.engine.stream import Stream, deliver
 from chairlift.errors import OutOfMemory
 from chairlift.server.errors import api_error
 from chairlift.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ from chairlift import LLM
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.engine.frames import Abort, Add, Explain
 from chairlift.engine.hosted_engine import HostedEngine
-from chairlift.engine.request import deliver
-from chairlift.engine.stream import Stream
+from chairlift.engine.stream import Stream, deliver
 from chairlift.errors import InvalidRequest, QueueFull
 from chairlift.grammar import grammars, trial, usage
 from chairlift.grammar.grammar import Grammar, Matcher

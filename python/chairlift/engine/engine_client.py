@@ -10,7 +10,7 @@ from chairlift.engine.async_live_sequence import AsyncSequences
 from chairlift.engine.frames import Abort, Rejected, StepOutputs
 from chairlift.engine.model_client import ModelClient
 from chairlift.engine.questions import Remembered, RememberedRequest
-from chairlift.engine.request import deliver
+from chairlift.engine.stream import Stream, deliver
 from chairlift.errors import ChairliftError, DeadlineMissed, EngineDead, SequenceDropped
 from chairlift.outputs import RequestOutput
 from chairlift.sampling import MAX_SEQUENCES
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from chairlift.config import EngineConfig
     from chairlift.engine.engine_request import EngineRequest
     from chairlift.engine.held_sequences import HeldSequences
-    from chairlift.engine.stream import Stream
 
 
 class EngineClient(ModelClient):

@@ -15,8 +15,7 @@ from chairlift.engine.arguments import Prompt, sampling, text_or_ids
 from chairlift.engine.async_live_sequence import AsyncLiveSequence, AsyncSequences
 from chairlift.engine.engine_info import EngineInfo
 from chairlift.engine.held_sequences import COMPUTE, LEASE
-from chairlift.engine.request import add_part, joined
-from chairlift.engine.stream import Stream
+from chairlift.engine.stream import Stream, add_part, joined
 from chairlift.engine.validation import check_tokens, encode_bad_words, validate
 from chairlift.errors import InvalidRequest
 from chairlift.outputs import RequestOutput

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,8 +14,7 @@ from typing import TYPE_CHECKING
 from chairlift.engine import clock
 from chairlift.engine.choice import Choice
 from chairlift.engine.engine_request import EngineRequest
-from chairlift.engine.frames import Rejected
-from chairlift.engine.request import add_part, joined
+from chairlift.engine.frames import Rejected, StepOutputs
 from chairlift.errors import ChairliftError, InvalidRequest, OutOfMemory, QueueFull, RequestFailed
 from chairlift.outputs import RequestOutput, Timeline, TokenLogprobs
 from chairlift.sampling import SamplingParams
@@ -22,6 +23,11 @@ from chairlift.scheduling import Scheduling
 if TYPE_CHECKING:
     from chairlift.engine.held_sequences import HeldSequence
     from chairlift.tokenizer import Tokenizer
+
+log = logging.getLogger("chairlift")
+
+_PARTS = 256
+"""Increments of a choice that are kept before they are joined."""
 
 
 class Stream:
@@ -235,3 +241,67 @@ class Stream:
             raise refusal
         if any(output.finish_reason == "error" for output in outputs):
             raise RequestFailed("the model gave no usable answer for this request: its logits are not finite, or could not be sampled")
+
+
+def add_part(parts: list[RequestOutput], part: RequestOutput) -> None:
+    """Adds the next increment of a choice. From time to time all are joined: small ones take much memory, joining each much time."""
+    parts.append(part)
+    if len(parts) >= _PARTS:
+        parts[:] = [joined(parts)]
+
+
+def joined(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """A choice's increments as one output."""
+    last = parts[-1]
+    return replace(
+        last,
+        text="".join([part.text for part in parts]),
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=None if last.logprobs is None else [one for part in parts for one in part.logprobs or ()],
+        text_offsets=None if last.text_offsets is None else [one for part in parts for one in part.text_offsets or ()],
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+    )
+
+
+def deliver(step: StepOutputs, requests: dict[int, Stream]) -> list[Stream]:
+    """Adds a step's tokens to `requests`, by tag, and removes ended tags. Returns the requests with news.
+
+    Unknown tags belong to aborted requests; their tokens are dropped.
+    """
+    touched: dict[int, Stream] = {}
+    for tag, *admission in step.started:
+        if (request := requests.get(tag)) is not None:
+            request.choice(tag).start(*admission)
+            if (on_start := request.on_start) is not None:
+                request.on_start = None
+                on_start()
+    for timeline in step.ended:
+        tag = timeline["tag"]
+        if (request := requests.get(tag)) is not None and request.choice(tag).end(timeline):
+            touched[request.tags.start] = request
+            del requests[tag]
+    for tag, lines in step.prompts:
+        request = requests.get(tag)
+        if request is not None and request.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
+            request.prompt_logprobs += TokenLogprobs.read(lines, request.params.prompt_logprobs)
+    details, refusals = step.details, step.refusals
+    count = len(step.finishes)
+    tags, tokens = struct.unpack(f"<{count}Q", step.tags), struct.unpack(f"<{count}i", step.tokens)
+    logprobs = struct.unpack(f"<{count}f", step.logprobs) if step.logprobs else (0.0,) * count
+    for tag, token, logprob, finish in zip(tags, tokens, logprobs, step.finishes, strict=True):
+        if (request := requests.get(tag)) is None:
+            continue
+        choice = request.choice(tag)
+        try:
+            choice.feed(token, logprob, finish, details.get(tag), refusals.get(tag))
+        except Exception:  # a defect that one request meets must not end the others
+            log.exception("sequence %d ends with an error, because its output cannot be read", tag)
+            choice.fail()
+        touched[request.tags.start] = request
+        if finish:
+            del requests[tag]
+    for tag in step.starved:
+        if (request := requests.pop(tag, None)) is not None:
+            request.choice(tag).starve()
+            touched[request.tags.start] = request
+    return list(touched.values())
