@@ -184,15 +184,20 @@ def test_failures_to_accept_are_logged_once_a_minute(monkeypatch):
     monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
     logged = AcceptFailures()
 
+    cause = OSError(24, "Too many open files")
+
     def lines(message):
-        return sum(logged.filter(logging.LogRecord("asyncio", logging.ERROR, "", 0, message, (), None)) for _ in range(100))
+        records = [logging.LogRecord("asyncio", logging.ERROR, "", 0, message, (), (OSError, cause, None)) for _ in range(100)]
+        return len(kept := [record for record in records if logged.filter(record)]), kept and logging.Formatter().format(kept[0])
 
     failure = "socket.accept() out of system resource\nsocket: <asyncio.TransportSocket fd=6>"
-    assert (lines(failure), lines("Task exception was never retrieved")) == (1, 100)
+    line = "no connection can be accepted ([Errno 24] Too many open files): raise the limit of open files (ulimit -n)"
+    assert lines(failure) == (1, line)
+    assert lines("Task exception was never retrieved")[0] == 100
     now[0] = 59.0
-    assert lines(failure) == 0
+    assert lines(failure) == (0, [])
     now[0] = 60.0
-    assert lines(failure) == 1
+    assert lines(failure) == (1, line)
 
 
 def test_of_too_many_bodies_the_oldest_of_the_largest_group_is_refused():

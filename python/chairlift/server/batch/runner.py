@@ -85,8 +85,8 @@ class BatchRunner:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_RETRY_SECONDS if self._open or self._retry_at else _CLEAN_SECONDS):
                             await self._wake.wait()
-                except Exception:
-                    logger.exception("batches stopped for %g s", _RETRY_SECONDS)
+                except Exception as error:
+                    _report("batches stopped", error)
                     await self._forget()
                     await asyncio.sleep(_RETRY_SECONDS)
         finally:
@@ -125,8 +125,8 @@ class BatchRunner:
         self._retry_at.pop(batch.id, None)
         try:
             await self._move_on(batch)
-        except Exception:
-            logger.exception("%s waits for %g s", batch.id, _RETRY_SECONDS)
+        except Exception as error:
+            _report(f"{batch.id} waits", error)
             self._retry_at[batch.id] = time.monotonic() + _RETRY_SECONDS
 
     async def _move_on(self, batch: Batch) -> None:
@@ -235,3 +235,9 @@ class BatchRunner:
         opened, self._open = list(self._open.values()), {}
         for current in opened:
             await cancel(current.running)
+
+
+def _report(what: str, error: Exception) -> None:
+    """Logs a step that is tried again: in one line if the disk failed, and otherwise with a traceback."""
+    expected = isinstance(error, ApiError | OSError)
+    logger.error("%s for %g s: %s", what, _RETRY_SECONDS, error, exc_info=None if expected else error)

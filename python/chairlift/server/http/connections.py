@@ -108,7 +108,7 @@ def connection_limit() -> int:
 
 
 class AcceptFailures(logging.Filter):
-    """Lets asyncio log once a minute that it cannot accept connections. It would log a traceback for each attempt."""
+    """Lets asyncio log once a minute, in one line, that it cannot accept connections. It would log a traceback for each attempt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,4 +122,10 @@ class AcceptFailures(logging.Filter):
         if now - self._logged_at < LOG_SECONDS:
             return False
         self._logged_at = now
+        error = record.exc_info[1] if record.exc_info else None
+        record.msg, record.args, record.exc_info = (
+            "no connection can be accepted (%s): raise the limit of open files (ulimit -n)",
+            (error,),
+            None,
+        )
         return True

@@ -131,7 +131,8 @@ class Database:
                 self._connection.execute("ROLLBACK")
             name = getattr(error, "sqlite_errorname", "")
             if name == "SQLITE_FULL":
-                raise ApiError(DISK_FULL, "the server's disk is full", type="server_error", code="insufficient_storage") from error
+                message = "the server's disk is full: delete files of /v1/files, or free space where --data-dir is"
+                raise ApiError(DISK_FULL, message, type="server_error", code="insufficient_storage") from error
             if name.startswith(_DISK_ERRORS):
                 logger.error("the database in --data-dir: %s (%s)", error, name)
                 message = f"the server cannot read or write its data directory ({name}): its log has more"

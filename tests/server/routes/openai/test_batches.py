@@ -291,7 +291,7 @@ def test_a_line_has_no_more_values_than_a_body(alice, monkeypatch):
 
 
 @pytest.mark.parametrize("status", ["validating", "finishing"])
-def test_a_batch_that_cannot_go_on_holds_up_no_other(server, alice, bob, monkeypatch, status):
+def test_a_batch_that_cannot_go_on_holds_up_no_other(server, alice, bob, monkeypatch, caplog, status):
     """Its input is gone, or its output cannot be written."""
     storage = server[1].storage
     monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.1)
@@ -323,6 +323,29 @@ def test_a_batch_that_cannot_go_on_holds_up_no_other(server, alice, bob, monkeyp
     assert alice.batches.retrieve(stuck.id).status == ("validating" if status == "validating" else "in_progress")
     monkeypatch.undo()
     assert ended(alice, stuck).status == "completed"
+    reason = "input/output error" if status == "validating" else "no space left on device"
+    assert f"{stuck.id} waits for 0.1 s: {reason}" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_an_upload_that_cannot_be_stored_says_what_to_do(server, alice, monkeypatch):
+    async def begin(tenant):
+        upload = await kept(tenant)
+
+        async def finish(*rest):
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(upload, "finish", finish)
+        return upload
+
+    files = server[1].storage.files
+    kept = files.begin
+    monkeypatch.setattr(files, "begin", begin)
+    with pytest.raises(
+        openai.APIStatusError, match=r"could not be stored: delete files of /v1/files, or free space where --data-dir is"
+    ) as refused:
+        upload(alice.with_options(max_retries=0), line("a"))
+    assert (refused.value.status_code, refused.value.code) == (507, "insufficient_storage")
 
 
 def test_files_are_listed_and_deleted(alice):

@@ -50,7 +50,10 @@ async def create_file(request: Request) -> Response:
         return Json((await upload.finish(filename, purpose, lifetime)).json())
     except OSError as error:
         logger.error("an upload failed: %s", error)
-        raise ApiError(507, "the file could not be stored", type="server_error", code="insufficient_storage") from None
+        message = (
+            "the file could not be stored: delete files of /v1/files, or free space where --data-dir is; the server's log has the reason"
+        )
+        raise ApiError(507, message, type="server_error", code="insufficient_storage") from None
     finally:
         await upload.discard()
 
