@@ -8,7 +8,7 @@ import pytest
 from fast_forward import FastForward
 
 from chairlift.server.errors import ApiError
-from chairlift.server.pacing import CREDIT, MAX_WAITING, SHARE, Pacing
+from chairlift.server.pacing import CREDIT, MAX_COST, MAX_WAITING, SHARE, Pacing
 from chairlift.server.work import Work
 
 CORES = 4.0
@@ -31,11 +31,13 @@ def now():
     return asyncio.get_running_loop().time()
 
 
-async def request(pacing, group, seconds=0.0, *, lasts=0.0):
-    """A request that works for so long and ends after `lasts` seconds. Returns when it began."""
+async def request(pacing, group, seconds=0.0, *, lasts=0.0, starts=False):
+    """A request that works for so long, may start in an engine at once, and ends after `lasts` seconds. Returns when it began."""
     work = Work()
-    async with pacing.turn(group, work):
+    async with pacing.turn(group, work) as engine_started:
         began = now()
+        if starts:
+            engine_started()
         await asyncio.sleep(lasts)
         work.seconds = seconds
     return began
@@ -121,6 +123,65 @@ async def test_what_was_expected_and_not_worked_is_given_back():
         began = await request(pacing, "a")  # those that an engine started have no work of their own
     assert began == pytest.approx(1.0 / RATE - CREDIT)
     other.cancel()
+
+
+@in_virtual_time
+async def test_requests_that_an_engine_has_started_keep_none_waiting():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=100_000))
+    await request(pacing, "a", 1.0)
+    paid = await request(pacing, "a", 1.0, starts=True)
+    assert await asyncio.gather(*(request(pacing, "a", 1.0, lasts=60, starts=True) for _ in range(50))) == [paid] * 50
+    other.cancel()
+
+
+@pytest.mark.parametrize("starts", [False, True])
+@in_virtual_time
+async def test_of_requests_that_ran_together_the_mean_is_expected_of_the_next(starts):
+    pacing = Pacing(CORES)
+    await request(pacing, "a", 0.1)
+    await asyncio.gather(*(request(pacing, "a", 0.1, lasts=1, starts=starts) for _ in range(50)))
+    await asyncio.sleep(1000)
+    other = asyncio.create_task(request(pacing, "b", lasts=100_000))
+    await request(pacing, "a", 0.1)
+    began = await asyncio.gather(*(request(pacing, "a", 0.1, lasts=50) for _ in range(20)))
+    assert 0 < began[-1] - began[0] < 20 * 0.1 / RATE
+    other.cancel()
+
+
+@in_virtual_time
+async def test_one_request_makes_the_next_wait_for_a_minute_at_most():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "other", lasts=100_000))
+    for group in range(50):
+        await request(pacing, str(group), 0.001)
+    await request(pacing, "a", 1000.0)
+    assert await request(pacing, "a") == pytest.approx(MAX_COST - CREDIT)
+    other.cancel()
+
+
+@in_virtual_time
+async def test_a_long_request_pays_while_it_runs():
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=100_000))
+    await request(pacing, "a", 1.0)
+    for _ in range(20):
+        await asyncio.sleep(30)
+        await request(pacing, "a", 1.0, lasts=100)
+    assert not pacing.must_wait("a")
+    other.cancel()
+
+
+@in_virtual_time
+async def test_a_request_waits_behind_those_that_wait():
+    pacing = Pacing(CORES)
+    async with pacing.turn("b", Work()):
+        await request(pacing, "a", 100.0)
+        waiting = asyncio.create_task(request(pacing, "a"))
+        await until_waiting()
+    # The other request has ended, and the one that waits does not know that yet.
+    assert pacing.must_wait("a")
+    assert await waiting == 0
 
 
 @in_virtual_time

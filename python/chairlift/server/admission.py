@@ -107,13 +107,16 @@ class Ticket:
         self._queued = True
         self._admitted_at: float | None = None
         self._releases: list[Callable[[], None]] = []
-        self.was_started = False
-        """Whether an engine has started one of the prompts."""
+        self._starts: list[Callable[[], None]] = []
 
     @property
     def tenant(self) -> Tenant:
         """Who sent the request."""
         return self._tenant
+
+    def on_start(self, call: Callable[[], None]) -> None:
+        """Adds something to call when the engine starts the first of the prompts."""
+        self._starts.append(call)
 
     def on_release(self, call: Callable[[], None]) -> None:
         """Adds something to call when the request is over."""
@@ -141,7 +144,8 @@ class Ticket:
 
     def started(self) -> None:
         """Called when the engine starts one of the prompts. A preempted request does not count as waiting again."""
-        self.was_started = True
+        while self._starts:
+            self._starts.pop()()
         if self._waiting:
             self._waiting -= 1
             self._admission._count(self._tenant, -1, queued=self._queued)

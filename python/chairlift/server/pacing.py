@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from chairlift.server.errors import too_many
@@ -19,6 +19,9 @@ SHARE = 0.05
 
 CREDIT = 1.0
 """Seconds after which a group's share must have paid for its requests, or its next one waits."""
+
+MAX_COST = 60.0
+"""Seconds that one request makes its group wait at most, however much work it was and however many groups share."""
 
 MAX_WAITING = 64
 """Requests of a group that may wait. Further ones are refused."""
@@ -41,6 +44,11 @@ class _Account:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The first of the waiting requests holds it."""
 
+    def pay(self, seconds: float) -> None:
+        """Moves the time at which the share has paid; of less than no seconds, back."""
+        if seconds:
+            self.paid_at = max(self.paid_at, _now()) + seconds
+
 
 class Pacing:
     """The accounts of all groups that have open requests or used time that their share has not paid for."""
@@ -50,8 +58,8 @@ class Pacing:
         self._accounts: dict[str, _Account] = {}
         self._open = 0
         """Open requests of all groups."""
-        self._ended = asyncio.Event()
-        """Set when a request has ended, for those that wait."""
+        self._changed = asyncio.Event()
+        """Set when a request has ended or an engine has started it, for those that wait."""
 
     def __len__(self) -> int:
         """Number of groups with open or waiting requests, or that owe time."""
@@ -65,13 +73,14 @@ class Pacing:
     def must_wait(self, group: str | None) -> bool:
         """Whether a request of the group would wait now."""
         account = None if group is None else self._accounts.get(group)
-        return account is not None and self._wait(account) > 0
+        return account is not None and (account.waiting > 0 or self._wait(account) > 0)
 
     @contextlib.asynccontextmanager
-    async def turn(self, group: str | None, work: Work) -> AsyncIterator[None]:
+    async def turn(self, group: str | None, work: Work) -> AsyncIterator[Callable[[], None]]:
         """Lets a request of the group run in its turn, and counts its work when it has ended. One of no group neither waits nor is counted.
 
-        Raises ApiError 429 if too many requests of the group wait.
+        The result is called when an engine starts the request, which then costs nothing: the scheduler shares the steps. Raises ApiError
+        429 if too many requests of the group wait.
         """
         account = _Account(0.0) if group is None else self._accounts.setdefault(group, _Account(_now()))
         if group is not None:
@@ -79,19 +88,26 @@ class Pacing:
         account.open += 1
         self._open += 1
         # Until it ends it counts as much as the group's usual request: else all that are sent together would run together.
-        usual = account.usual
-        expected = self._charge(account, usual)
+        expected = self._cost(account, account.usual)
+        account.pay(expected)
+        settled = False
+
+        def settle(seconds: float = 0.0) -> None:
+            nonlocal settled
+            if not settled:
+                settled = True
+                account.usual += _SMOOTHING * (seconds - account.usual)
+                account.pay(self._cost(account, seconds) - expected)
+                self._changed.set()
+
         try:
-            yield
+            yield settle
         finally:
             account.open -= 1
             self._open -= 1
-            self._ended.set()
-            if group is not None:
-                account.paid_at -= expected
-                account.usual += _SMOOTHING * (work.seconds - usual)
-                self._charge(account, work.seconds)
-                self._forget_idle()
+            settle(work.seconds)
+            self._changed.set()
+            self._forget_idle()
 
     async def _await_turn(self, account: _Account) -> None:
         """Waits until the group's share has paid for its earlier requests, or no requests of others are open."""
@@ -102,10 +118,10 @@ class Pacing:
         try:
             async with account.turn:
                 while (seconds := self._wait(account)) > 0:
-                    self._ended.clear()
+                    self._changed.clear()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(seconds):
-                            await self._ended.wait()
+                            await self._changed.wait()
         finally:
             account.waiting -= 1
 
@@ -113,15 +129,11 @@ class Pacing:
         """Seconds that the group's next request has to wait if no other request ends."""
         return account.paid_at - CREDIT - _now() if self._open > account.open else 0.0
 
-    def _charge(self, account: _Account, seconds: float) -> float:
-        """Moves the time at which the group has paid by that of so much work; returns by how much."""
-        if not seconds:
-            return 0.0
+    def _cost(self, account: _Account, seconds: float) -> float:
+        """Seconds in which the group's share pays for so much work."""
         now = _now()
         owing = sum(one.paid_at > now for one in self._accounts.values() if one is not account) + 1
-        moved = seconds * owing / self._rate
-        account.paid_at = max(account.paid_at, now) + moved
-        return moved
+        return min(MAX_COST, seconds * owing / self._rate)
 
     def _forget_idle(self) -> None:
         """Drops the accounts of groups that have no requests and owe nothing."""

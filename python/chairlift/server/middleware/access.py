@@ -118,14 +118,11 @@ class AccessMiddleware:
         began, waits = time.monotonic(), pacing.must_wait(group)
         if waits:
             receive = _begun(receive)
-        async with pacing.turn(group, work):
+        async with pacing.turn(group, work) as engine_started:
             if waits:
                 context.paced = time.monotonic() - began
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                if ticket.was_started:
-                    work.seconds = 0.0  # the scheduler shares what leads to steps
+            ticket.on_start(engine_started)
+            await self._app(scope, receive, send)
 
     async def _refuse(self, refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with an error. The body stays unread, so the connection cannot be reused."""
