@@ -43,6 +43,8 @@ def test_defaults_are_those_of_the_family():
     assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
     qwen3 = parse(architectures=["Qwen3ForCausalLM"], num_key_value_heads=2)
     assert (qwen3.qk_norm, qwen3.head_dim) == (True, 128)
+    experts = {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    assert parse(architectures=["SolarOpenForCausalLM"], **experts).head_dim == 128
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])

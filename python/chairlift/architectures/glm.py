@@ -69,6 +69,7 @@ SOLAR_OPEN = replace(
     name="SolarOpenForCausalLM",
     model_type="solar_open",
     models="Solar Open",
+    head_dim=128,
     wrappers=(),
     text_types=(),
     defaults={},
