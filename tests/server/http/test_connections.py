@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import ssl
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -64,6 +65,20 @@ def test_bodies_that_arrive_leave_room_for_others():
     held.enter(last)
     held.set_state(last, ConnectionState.RECEIVING)
     assert ended == made[:2]
+
+
+def test_nothing_is_made_for_requests_of_a_connection_that_sends_none():
+    async def work():
+        held, calls = Connections(1), []
+        one = protocol.HttpProtocol(config=None, server_state=SimpleNamespace(connections=held), app_state={}, _loop=None)
+        one.connection_made(SimpleNamespace(close=lambda: calls.append("close"), abort=lambda: calls.append("abort")))
+        assert one in held
+        one.shutdown()
+        one.end()
+        one.connection_lost(None)
+        assert (calls, len(held)) == (["close", "abort"], 0)
+
+    asyncio.run(work())
 
 
 def test_there_is_room_for_files_beside_the_connections(monkeypatch):

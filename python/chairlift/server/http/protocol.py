@@ -179,14 +179,20 @@ class _LingeringTransport:
 
 
 class HttpProtocol(H11Protocol):
-    """One HTTP connection. h11 limits the size of headers, httptools does not."""
+    """One HTTP connection. h11 limits the size of headers, httptools does not.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.conn = _Connection(h11.SERVER, HEADER_BYTES)
-        self._connections = cast(Connections, self.connections)
-        self._work = Work()
+    uvicorn's part is made when the first byte arrives: a client may open many connections and send nothing. Until then `transport` is None.
+    """
+
+    transport: asyncio.Transport = None  # type: ignore[assignment]  # as in uvicorn
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
+        self.loop = asyncio.get_running_loop()
+        self._connections = cast(Connections, arguments["server_state"].connections)
+        self._work: Work
         """Counts the time of the request that is read."""
+        self._handshake: asyncio.Task[None] | None = None
         self._early = b""
         """Data that came before `_begin`."""
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -223,28 +229,35 @@ class HttpProtocol(H11Protocol):
 
     def _begin(self, transport: asyncio.Transport) -> None:
         """Starts the timeout for the first request. `transport` is what encrypts, with TLS."""
-        self._raw_transport = transport
-        super().connection_made(cast(asyncio.Transport, _LingeringTransport(transport, self._linger)))
+        self._raw_transport, self._handshake = transport, None
+        self._set_header_timer(True)
+
+    def _prepare(self) -> None:
+        """Makes what the requests of this connection need."""
+        super().__init__(**self._arguments)
+        self.conn = _Connection(h11.SERVER, HEADER_BYTES)
+        super().connection_made(cast(asyncio.Transport, _LingeringTransport(self._raw_transport, self._linger)))
         # Count any byte beyond the system's buffer as unread, not only those above asyncio's default of 64 KiB.
         self.transport.set_write_buffer_limits(high=1)
-        self._header_timer = self.loop.call_later(HEADERS_SECONDS, self._on_header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels all timers."""
         self._connections.leave(self)
-        if self.transport is None:
-            return  # it was refused
-        super().connection_lost(exc)
         self._set_header_timer(False)
+        if self.transport is None:
+            return
+        super().connection_lost(exc)
         self.resume_writing()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Feeds data to h11 and restarts the timeouts for headers and for bodies that nobody reads."""
-        if self.transport is None:
+        if self._handshake is not None:
             self._early += data  # asyncio has finished the handshake, but `_start_tls` does not know yet
             return
+        if self.transport is None:
+            self._prepare()
         if self.transport.is_closing():
             return  # the response is complete; discard further data
         before = self.conn.their_state
@@ -292,8 +305,10 @@ class HttpProtocol(H11Protocol):
 
     def shutdown(self) -> None:
         """Called at server shutdown: closes the connection when its response is complete."""
-        if self.transport is None:
-            self._raw_transport.abort()  # in the middle of the handshake
+        if self._handshake is not None:
+            self._raw_transport.abort()
+        elif self.transport is None:
+            self._raw_transport.close()
         elif self.transport.is_closing():
             self.transport.close()  # stop lingering
         else:
@@ -329,6 +344,9 @@ class HttpProtocol(H11Protocol):
             self._header_timer = self.loop.call_later(HEADERS_SECONDS, self._on_header_timeout)
 
     def _on_header_timeout(self) -> None:
+        if self.transport is None:
+            self._raw_transport.close()
+            return
         if self.conn.trailing_data[0]:
             message = f"the headers did not arrive within {HEADERS_SECONDS:g} seconds"
             self._reject(ApiError(408, message, code="request_timeout"))
