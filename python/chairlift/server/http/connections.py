@@ -6,6 +6,7 @@ import contextlib
 import logging
 import ssl
 import time
+from collections import OrderedDict
 from enum import Enum, auto
 from typing import Protocol
 
@@ -50,8 +51,11 @@ class Connections(set[Connection]):
         """The certificate, for connections that use TLS."""
         self._limit = limit
         self._states: dict[Connection, ConnectionState] = {}
-        self._waiting: dict[ConnectionState, dict[Connection, None]] = {ConnectionState.IDLE: {}, ConnectionState.RECEIVING: {}}
-        """Connections that may end by their state, those that entered it first before others."""
+        self._waiting: dict[ConnectionState, OrderedDict[Connection, None]] = {
+            ConnectionState.IDLE: OrderedDict(),
+            ConnectionState.RECEIVING: OrderedDict(),
+        }
+        """Connections that may end by their state, those that entered it first before others: a dict would look for the first for long."""
 
     def enter(self, connection: Connection) -> bool:
         """Adds a connection, which is idle, and ends another one at the limit. Returns False, and adds nothing, if none may end."""
