@@ -55,7 +55,7 @@ class Connections(set[Connection]):
             ConnectionState.IDLE: OrderedDict(),
             ConnectionState.RECEIVING: OrderedDict(),
         }
-        """Connections that may end by their state, those that entered it first before others: a dict would look for the first for long."""
+        """Connections that may end by their state, those that entered it first before others. A dict would search past all that left."""
 
     def enter(self, connection: Connection) -> bool:
         """Adds a connection, which is idle, and ends another one at the limit. Returns False, and adds nothing, if none may end."""
