@@ -24,6 +24,7 @@ from chairlift.errors import InvalidSetting, ModelNotFound, UnsupportedModel
 from chairlift.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.secret import Secret
     from chairlift.server.model_specs import ModelSpec
@@ -131,6 +132,21 @@ def _located(spec: ModelSpec, file: str | None) -> Iterator[None]:
         raise InvalidSetting(f"{place_of(spec.name, str(error), file)}: {error}") from None
 
 
+def _engine_processes(specs: list[ModelSpec], server: ServerConfig) -> list[EngineProcess]:
+    """Returns the processes of the engines. That of an only model on this machine begins to start."""
+    from chairlift.engine.engine_process import EngineProcess
+    from chairlift.engine.local_processes import local_processes
+
+    # The processes import what loads models unless none of them is loaded.
+    loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
+    if server.ray_address is not None:
+        return [EngineProcess(loading.load_format, exclusive=True, awaits_join=True)]
+    processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
+    if len(specs) == 1:
+        processes[0].start_early()
+    return processes
+
+
 async def start_engine(engine: ReplicatedEngine, spec: ModelSpec, file: str | None, started: float) -> None:
     """Starts the engine of an only model."""
     with _located(spec, file):
@@ -211,22 +227,14 @@ async def _serve(
     shadow: list[str],
     started: float,
 ) -> int:
-    from chairlift.engine.engine_process import EngineProcess
-    from chairlift.engine.local_processes import local_processes, share_cores
+    from chairlift.engine.local_processes import share_cores
     from chairlift.server.work import WorkThreads
 
     asyncio.get_running_loop().set_default_executor(WorkThreads(thread_name_prefix="asyncio"))
     gc.disable()  # until everything is imported: what is imported lasts
     # Each text is tokenized on one thread, whose priority may be low: that of the package's own threads is not.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # The processes import what loads models unless none of them is loaded.
-    loading = next((spec.config for spec in specs if spec.config.load_format != "none"), specs[0].config)
-    if server.ray_address is not None:
-        processes = [EngineProcess(loading.load_format, exclusive=True, awaits_join=True)]
-    else:
-        processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
-        if len(specs) == 1:
-            processes[0].start_early()
+    processes = _engine_processes(specs, server)
     # Everything else is imported while the engine's process imports.
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.service_exchange import exchanging
