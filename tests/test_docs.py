@@ -1,7 +1,9 @@
 """The documentation: pages that are made from the code, links, and numbers that pages state."""
 
 import importlib
+import os
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from chairlift import config, sampling, template_process, template_renderer
 from chairlift.chat import messages
+from chairlift.cli import main
 from chairlift.config import EngineConfig
 from chairlift.engine import handshake, heartbeat, held_sequences, watchdog
 from chairlift.grammar import json_schema, trial, usage
@@ -308,3 +311,36 @@ def test_the_chart_is_drawn_from_the_results(monkeypatch):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def commands() -> dict[str, str]:
+    """The commands of Chairlift that pages and the helps of commands show in blocks, with the name of a page or a module."""
+    shown = {}
+    for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
+        for block in re.findall(r"```(?:sh|bash|console)?\n(.*?)```", page.read_text(), re.DOTALL):
+            lines = block.replace("\\\n", " ").splitlines()
+            shown |= {re.sub(r"\s#.*", "", line.removeprefix("$ ")): page.name for line in lines}
+    for module in (ROOT / "python/chairlift/cli").glob("*.py"):
+        lines = re.findall(r"^  (chairlift [a-z].*)", module.read_text(), re.MULTILINE)
+        shown |= {re.sub(r"  .*", "", line).replace("{name}", "latency"): module.name for line in lines}
+    parts = {part.strip(): name for line, name in shown.items() for part in re.split(r"[|&;]+", line)}
+    return {part: name for part, name in parts.items() if part.startswith("chairlift ")}
+
+
+def test_the_commands_that_pages_and_helps_show_have_arguments_that_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("CHAIRLIFT_")]:
+        monkeypatch.delenv(name)
+    main.main(["policy", "new", "Mine"])
+    wrong, parsers, shown = {}, {}, commands()
+    assert len(shown) > 100
+    for command, name in shown.items():
+        arguments = shlex.split(command)[1:]
+        arguments[0] = main.ALIASES.get(arguments[0], arguments[0])
+        if arguments[0] not in parsers:
+            parsers[arguments[0]] = main.build_parser(arguments[0])
+        try:
+            parsers[arguments[0]].parse_args(arguments)
+        except SystemExit:
+            wrong[command] = (name, capsys.readouterr().err)
+    assert wrong == {}

@@ -26,7 +26,7 @@ examples:
   chairlift replay day.journal --set max_num_seqs=16,32,64
                                                      several values: one run each
   chairlift replay day.journal --set num_kv_blocks=2k --report day.html
-  chairlift replay day.journal --json | jq .runs[0].figures.ttft_p99_s
+  chairlift replay day.journal --json | jq '.runs[0].figures.ttft_p99_s'
 
 With --set or --policy, the recorded requests and their recorded output lengths go through the same scheduler in simulated
 time, first with the recorded settings and then with the changed ones. Step times come from a model fitted to the recorded

@@ -19,11 +19,11 @@ from chairlift.errors import InvalidSetting
 
 _EXAMPLES = """\
 examples:
-  chairlift usage /var/log/chairlift                     by day, tenant and tier
-  chairlift usage /var/log/chairlift --by tenant         by tenant
-  chairlift usage /var/log/chairlift --by tenant,session by session
+  chairlift usage /var/log/chairlift                      by day, tenant and tier
+  chairlift usage /var/log/chairlift --by tenant          by tenant
+  chairlift usage /var/log/chairlift --by tenant,session  by tenant and session
   chairlift usage /var/log/chairlift --since 2026-11-01 --json
-                                                         from the 1st of November, for programs
+                                                          from the 1st of November, for programs
 
 'chairlift serve --usage-log DIR' writes the log.
 """
