@@ -66,6 +66,7 @@ CLIENTS = (
     Client("langchain", "langchain-openai", needs_model=True),
     Client("llm", "llm", needs_model=True),
     Client("ollama", "ollama", needs_model=True),
+    Client("cohere", "cohere", needs_model=True),
     Client("openai_agents", "openai-agents", needs_model=True),
     Client("instructor", "instructor", needs_model=True),
     Client("pydantic_ai", "pydantic-ai-slim", needs_model=True),
