@@ -305,7 +305,7 @@ def test_texts_of_clients_control_no_terminal(capsys):
     miss = {"before": "a\x1b]0;title\x07", "now": "b\x1b[2J[bold]", "advice": "keep it"}
     explain.show({"summary": "Done.", "sequences": [], "cache_miss": miss}, Console())
     assert capsys.readouterr().out == "Done.\n  before: a?]0;title?\n  now: b?[2J[bold]\n  advice: keep it\n"
-    runs = {"shadow": dict.fromkeys(("requests", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "cached_share", "preemptions"))}
+    runs = {"shadow": dict.fromkeys(("requests", "ttft_p50_s", "ttft_p99_s", "time_per_output_token_p50_s", "time_per_output_token_p99_s", "cached_share", "preemptions"))}
     empty = {"runs": runs, "tenants": {}, "sessions": {"a\x1b[2J": runs, "b": runs}}
     text = shadow.text({**empty, "covered": None, "window_s": 1, "cpu_share": 0.0, "proposal": None, "failure": None})
     assert "a?[2J" in text

@@ -64,6 +64,10 @@ def test_groups_sum_to_the_whole_and_are_in_the_document():
     assert one["ttft_p50_s"] < other["ttft_p50_s"]
     assert one["completion_s"] <= result.span
     assert result.grouped("tier").keys() == {"default"}
+    figures = result.figures()
+    shared = {name: value for name, value in result.grouped("tier")["default"].items() if name in figures}
+    assert {"requests", "ttft_p50_s", "time_per_output_token_p50_s"} <= shared.keys()
+    assert shared == {name: figures[name] for name in shared}
     assert result.grouped("session") == {}
     document = result.document()
     assert document["tenants"] == result.grouped("tenant")
@@ -100,3 +104,9 @@ def test_a_data_frame_has_a_row_a_request(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InvalidSetting, match="pip install pandas"):
         result.to_pandas()
+
+
+def test_a_small_rate_is_not_rounded_to_zero():
+    quiet = simulate([TraceRequest(at, 40, 5) for at in (0.0, 100.0)], **SIZES)
+    shown = dict(line[:2] for line in table.cells({"": quiet}))
+    assert float(shown["requests a second"]) == pytest.approx(2 / quiet.span, abs=0.0005)

@@ -46,7 +46,7 @@ def test_a_change_that_serves_everyone_sooner_is_proposed_with_its_interval():
     assert found["figures"]["ttft_p50_s"]["low"] == pytest.approx(-0.6)
     assert found["figures"]["ttft_p50_s"]["high"] == pytest.approx(-0.4)
     assert "TTFT p99 1 s to 600 ms (-40%" in found["text"]
-    assert "ITL" not in found["text"], "it does not change"
+    assert "TPOT" not in found["text"], "it does not change"
 
 
 def test_nothing_is_proposed_if_the_effect_is_within_its_uncertainty():
@@ -107,7 +107,7 @@ def test_answers_of_one_token_have_no_time_between_tokens():
     before["output_tokens"] = after["output_tokens"] = 1
     found = proposed([after], before=before)
     assert found["settings"] == "max_num_seqs=8"
-    assert found["figures"]["itl_p99_s"]["change"] == 0
+    assert found["figures"]["time_per_output_token_p99_s"]["change"] == 0
 
 
 def test_one_is_made_for_each_hour_once_its_last_requests_have_ended():

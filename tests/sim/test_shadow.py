@@ -64,7 +64,7 @@ def test_it_says_what_another_policy_would_have_done_to_each_tenant(journal, day
     assert recorded["preemptions"] == sum(one["preemptions"] for one in day.timelines) > 0
     cached, prompt = (sum(one[name] for one in day.timelines if one["first_token"]) for name in ("cached_tokens", "prompt_tokens"))
     assert recorded["cached_share"] == cached / prompt
-    for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "cached_share"):
+    for name in ("ttft_p50_s", "ttft_p99_s", "time_per_output_token_p50_s", "cached_share"):
         assert simulated[name] == pytest.approx(recorded[name], rel=0.02), name
 
 

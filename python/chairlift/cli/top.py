@@ -237,10 +237,10 @@ def _shadow(report: Mapping[str, Any] | None, console: Console) -> list[Renderab
             runs += [(f"{_shown(name or '(none)', 30)}: {run}", one[run]) for name, one in named for run in ("simulated", "shadow")]
     rows: list[Sequence[str | Text]] = []
     for run, one in runs:
-        times = (_rounded(one[key]) for key in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s"))
+        times = (_rounded(one[key]) for key in ("ttft_p50_s", "ttft_p99_s", "time_per_output_token_p50_s"))
         cached = "-" if one["cached_share"] is None else f"{one['cached_share']:.0%}"
         rows.append((Text(run), f"{one['requests']:,}", *times, cached, f"{one['preemptions']:,}"))
-    columns = (f"shadow: {report['settings']}{covered}", "requests ", "TTFT p50 ", "p99 ", "ITL p50 ", "cached ", "preemptions ")
+    columns = (f"shadow: {report['settings']}{covered}", "requests ", "TTFT p50 ", "p99 ", "TPOT p50 ", "cached ", "preemptions ")
     failed = [Text(f"the policy failed: {report['failure']}", style="red")] if report["failure"] else []
     proposed = [Text(f"proposal: {report['proposal']['text']}")] if report["proposal"] else []
     return [Text(), _table(console, columns, rows, ("preemptions ", "cached ")), *failed, *proposed]

@@ -22,7 +22,7 @@ def figures(requests: NDArray[Any]) -> dict[str, float | None]:
     """The figures of some requests, with times in seconds. None is unknown.
 
     `requests` has the columns finish, arrived, first_token, ended (in microseconds), prompt_tokens, cached_tokens, output_tokens and
-    preemptions. `itl` is a request's mean time between two tokens. `completion_s` is from the first arrival to the last end.
+    preemptions. `completion_s` is from the first arrival to the last end.
     """
     started = requests[requests["first_token"] >= 0]
     done = requests[np.isin(requests["finish"], (STOP, LENGTH))]
@@ -33,7 +33,7 @@ def figures(requests: NDArray[Any]) -> dict[str, float | None]:
         "requests": len(requests),
         "finished": len(done),
         **percentiles("ttft", (started["first_token"] - started["arrived"]) / 1e6, 50, 99),
-        **percentiles("itl", (several["ended"] - several["first_token"]) / (several["output_tokens"] - 1) / 1e6, 50, 99),
+        **percentiles("time_per_output_token", (several["ended"] - several["first_token"]) / (several["output_tokens"] - 1) / 1e6, 50, 99),
         **percentiles("end_to_end", (done["ended"] - done["arrived"]) / 1e6, 50, 99),
         "completion_s": float(requests["ended"].max() - requests["arrived"].min()) / 1e6 if len(requests) else None,
         "output_tokens": int(requests["output_tokens"].sum()),

@@ -21,21 +21,21 @@ MIN_COVERED = 0.9
 """The smallest share of the answered requests that must have been simulated."""
 MIN_EFFECT = 0.05
 """The smallest relative change of a latency that counts."""
-MAX_ITL_CHANGE = 1.0
-"""The largest relative rise of a time between two tokens."""
+MAX_TPOT_CHANGE = 1.0
+"""The largest relative rise of a time per output token."""
 SLICES, RESAMPLES, PERCENTS = 12, 200, (2.5, 97.5)
 """The uncertainty is a bootstrap: slices of the hour are drawn again with replacement. `PERCENTS` are the bounds of the interval."""
 
 FIGURES = {
     "ttft_p50_s": ("ttft", 50, "TTFT p50"),
     "ttft_p99_s": ("ttft", 99, "TTFT p99"),
-    "itl_p50_s": ("itl", 50, "ITL p50"),
-    "itl_p99_s": ("itl", 99, "ITL p99"),
+    "time_per_output_token_p50_s": ("time_per_output_token", 50, "TPOT p50"),
+    "time_per_output_token_p99_s": ("time_per_output_token", 99, "TPOT p99"),
     "end_to_end_p50_s": ("end_to_end", 50, "end-to-end p50"),
     "end_to_end_p99_s": ("end_to_end", 99, "end-to-end p99"),
 }
 """The latency, the percentile and the label of each figure, named as in `groups.figures`."""
-_JUDGED = tuple(name for name in FIGURES if not name.startswith("itl"))
+_JUDGED = tuple(name for name in FIGURES if not name.startswith("time_per_output_token"))
 """The figures of which a change must improve one, and must not worsen any."""
 _COLUMNS = ("tag", "finish", "arrived", "first_token", "ended", "output_tokens")
 _ROW = np.dtype([*((name, "<i8") for name in _COLUMNS), ("tenant", "O")])
@@ -155,8 +155,8 @@ def _latencies(requests: NDArray[Any], rows: NDArray[Any], longest: float) -> di
         return taken
 
     # An answer of one token has no time between tokens.
-    itl = np.where(tokens > 1, seconds("first_token", "ended") / np.maximum(1, tokens - 1), np.nan)
-    return {"ttft": seconds("arrived", "first_token"), "itl": itl, "end_to_end": seconds("arrived", "ended")}
+    tpot = np.where(tokens > 1, seconds("first_token", "ended") / np.maximum(1, tokens - 1), np.nan)
+    return {"ttft": seconds("arrived", "first_token"), "time_per_output_token": tpot, "end_to_end": seconds("arrived", "ended")}
 
 
 def _groups(tenants: NDArray[Any]) -> list[NDArray[np.bool_]]:
@@ -167,7 +167,7 @@ def _groups(tenants: NDArray[Any]) -> list[NDArray[np.bool_]]:
 
 def _harms(before: Mapping[str, NDArray[np.float64]], after: Mapping[str, NDArray[np.float64]], of: NDArray[np.bool_]) -> bool:
     """Whether a percentile of some requests becomes too much worse."""
-    limits = {name: MIN_EFFECT if name in _JUDGED else MAX_ITL_CHANGE for name in FIGURES}
+    limits = {name: MIN_EFFECT if name in _JUDGED else MAX_TPOT_CHANGE for name in FIGURES}
     return any(_change(name, before, after, of) >= limit for name, limit in limits.items())
 
 

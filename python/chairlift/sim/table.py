@@ -68,7 +68,7 @@ _GROUP_COLUMNS = (
     ("cached", "cached_share", "share"),
     ("TTFT p50", "ttft_p50_s", "time"),
     ("p99", "ttft_p99_s", "time"),
-    ("ITL p50", "itl_p50_s", "time"),
+    ("TPOT p50", "time_per_output_token_p50_s", "time"),
     ("E2EL p50", "end_to_end_p50_s", "time"),
     ("completed in", "completion_s", "time"),
     ("preempted", "preemptions", "count"),
@@ -78,8 +78,8 @@ _RUN_COLUMNS = (
     ("requests", "requests", "count"),
     ("TTFT p50", "ttft_p50_s", "time"),
     ("p99", "ttft_p99_s", "time"),
-    ("ITL p50", "itl_p50_s", "time"),
-    ("p99", "itl_p99_s", "time"),
+    ("TPOT p50", "time_per_output_token_p50_s", "time"),
+    ("p99", "time_per_output_token_p99_s", "time"),
     ("cached", "cached_share", "share"),
     ("preempted", "preemptions", "count"),
 )
@@ -204,7 +204,9 @@ def _cell(value: float | None, kind: str, largest: float) -> str:
         return "-"
     if kind == "time":
         return f"{value:,.2f} s" if largest >= 1 else f"{value * 1000:,.2f} ms"
-    return {"share": f"{value:.1%}", "rate": f"{value:,.1f}", "ratio": f"{value:,.3f}"}.get(kind, f"{value:,}")
+    if kind == "rate":
+        return f"{value:,.{1 if largest >= 10 else 3}f}"
+    return {"share": f"{value:.1%}", "ratio": f"{value:,.3f}"}.get(kind, f"{value:,}")
 
 
 def _change(before: float | None, after: float | None, kind: str) -> str:

@@ -18,7 +18,13 @@ LABELS = {"model_name": "m", "engine": "0"}
 
 
 def figures(ttft):
-    numbers = {"requests": 3, "preemptions": 1, "cached_share": 0.5, "itl_p50_s": None, "itl_p99_s": None}
+    numbers = {
+        "requests": 3,
+        "preemptions": 1,
+        "cached_share": 0.5,
+        "time_per_output_token_p50_s": None,
+        "time_per_output_token_p99_s": None,
+    }
     return {**numbers, "ttft_p50_s": ttft, "ttft_p99_s": 2 * ttft}
 
 

@@ -21,7 +21,11 @@ MAX_REPORT_BYTES = 16 << 20
 
 _FAMILIES = (
     ("time_to_first_token_seconds", "TTFT", {"0.5": "ttft_p50_s", "0.99": "ttft_p99_s"}),
-    ("inter_token_latency_seconds", "Mean time between two tokens of a request", {"0.5": "itl_p50_s", "0.99": "itl_p99_s"}),
+    (
+        "time_per_output_token_seconds",
+        "Time per output token",
+        {"0.5": "time_per_output_token_p50_s", "0.99": "time_per_output_token_p99_s"},
+    ),
     ("preemptions", "Preemptions", {"": "preemptions"}),
     ("cached_prompt_share", "Share of prompt tokens found in the prefix cache", {"": "cached_share"}),
 )
