@@ -238,7 +238,7 @@ def test_an_adapter_is_not_unloaded_while_requests_use_it(llm: LLM, paths: dict[
     assert len([*stream]) == 49
     expected = llm.generate([PROMPTS[0]], greedy("b"))[0].token_ids
     llm.unload_lora_adapter("b")
-    with pytest.raises(InvalidRequest, match="no adapter is named 'b', loaded are a, c"):
+    with pytest.raises(InvalidRequest, match="no adapter is named 'b'; the loaded ones are a, c"):
         llm.generate([PROMPTS[0]], greedy("b"))
     with pytest.raises(InvalidRequest, match="named 'a' is loaded already"):
         llm.load_lora_adapter("a", paths["b"])
@@ -247,7 +247,7 @@ def test_an_adapter_is_not_unloaded_while_requests_use_it(llm: LLM, paths: dict[
 
 
 def test_misuse_is_refused(base: Path, llm: LLM, byte_model: Path, tmp_path: Path, paths: dict[str, str]) -> None:
-    with pytest.raises(InvalidRequest, match="no adapter is named 'x', loaded are a, b, c"):
+    with pytest.raises(InvalidRequest, match="no adapter is named 'x'; the loaded ones are a, b, c"):
         llm.generate(PROMPTS[:1], greedy("x"))
     with pytest.raises(InvalidRequest, match="without adapters"):
         SamplingParams(lora="a", embed=True)
@@ -283,7 +283,7 @@ def test_an_adapter_for_which_a_device_lacks_memory_is_refused(base: Path, paths
             patch.setattr("chairlift.runner.torch_adapters.LowRankUpdate", full)
             with pytest.raises(OutOfMemory, match=r"no memory for the adapter: unload others, .* Tried to allocate 2.00 MiB.$"):
                 llm.engine.load_adapter("a", adapter)
-        with pytest.raises(InvalidRequest, match=r"no adapter is named 'a', none is loaded$"):
+        with pytest.raises(InvalidRequest, match=r"no adapter is named 'a'; none is loaded$"):
             llm.generate(PROMPTS[:1], greedy("a"))
         llm.load_lora_adapter("a", paths["a"])
         assert len(llm.generate(PROMPTS[:1], greedy("a"))[0].token_ids) == 10

@@ -75,9 +75,9 @@ class Adapters:
         """The adapter of that name. Raises InvalidRequest if it is not loaded."""
         if (adapter := self._loaded.get(name)) is not None:
             return adapter
-        loaded = f"loaded are {', '.join(sorted(self._loaded))}" if self._loaded else "none is loaded"
+        loaded = f"the loaded ones are {', '.join(sorted(self._loaded))}" if self._loaded else "none is loaded"
         off = "" if self._given is not None else ": start with --enable-lora"
-        raise InvalidRequest(f"no adapter is named {name!r:.100}, {loaded}{off}", param="lora", code="adapter_not_found")
+        raise InvalidRequest(f"no adapter is named {name!r:.100}; {loaded}{off}", param="lora", code="adapter_not_found")
 
     def remove(self, name: str) -> None:
         """Unloads an adapter that no sequence uses. Raises InvalidRequest if it is not loaded."""

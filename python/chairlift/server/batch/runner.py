@@ -158,7 +158,7 @@ class BatchRunner:
             await self._store_answers()
         await self._storage.batches.finish(batch, status, None if unanswered is None else json.dumps(unanswered))
         counts = (batch.completed, batch.failed, batch.total)
-        logger.info("%s: %s, %d requests succeeded and %d failed, of %d", batch.id, status.value, *counts)
+        logger.info("%s: %s, %d succeeded and %d failed of %d requests", batch.id, status.value, *counts)
         self._wake.set()
 
     async def _start_requests(self) -> None:
