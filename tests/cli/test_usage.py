@@ -386,11 +386,11 @@ def test_a_config_file_gives_values_as_they_are_written(text, settings, tmp_path
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max-num-seq: 4", "unknown setting max-num-seq: did you mean max-num-seqs?"),
-        ("port: x", "port: expected a whole number"),
+        ("max-num-seq: 4", "serve.yaml, line 1: unknown setting max-num-seq: did you mean max-num-seqs?"),
+        ("# a comment\nport: x", "serve.yaml, line 2: port: expected a whole number"),
         ("port:", "port: it has no value"),
         ("port: [1, 2]", "port: expected one value, got ['1', '2']"),
-        ("port: 1\nport: 2", "port: it is set twice"),
+        ("port: 1\nport: 2", "serve.yaml, line 2: port: it is set twice"),
         ("max_num_seqs: 1\nmax-num-seqs: 2", "max-num-seqs: it is set twice"),
         ("- a", "expected lines like"),
         ("tenant-weights: &a {x: *a}", "tenant-weights: it contains itself"),

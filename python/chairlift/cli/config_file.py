@@ -34,17 +34,18 @@ def read_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--config {path}: expected lines like max-num-seqs: 16")
     known = {field.name: field for cls in (ServerConfig, EngineConfig) for field in fields(cls) if field.name in arguments["variables"]}
     names, settings = names_in_files(known.values()), dict[str, Any]()
-    for key, value in ((str(key.value), value) for key, value in document.value):
+    for node, value in document.value:
+        key, where = str(node.value), f"--config {path}, line {node.start_mark.line + 1}"
         if (name := names.get(key.replace("-", "_"))) is None:
-            raise ValueError(f"--config {path}: unknown setting {key}{did_you_mean(key, (one.replace('_', '-') for one in names))}")
+            raise ValueError(f"{where}: unknown setting {key}{did_you_mean(key, (one.replace('_', '-') for one in names))}")
         try:
             if name in settings:
                 raise ValueError("it is set twice")
             settings[name] = parse_entry(known[name], _value(value, known[name].metadata.get("parse") is parse_json_object))
         except RecursionError:
-            raise ValueError(f"--config {path}: {key}: it contains itself") from None
+            raise ValueError(f"{where}: {key}: it contains itself") from None
         except ValueError as error:
-            raise ValueError(f"--config {path}: {key}: {error}") from None
+            raise ValueError(f"{where}: {key}: {error}") from None
     return settings
 
 

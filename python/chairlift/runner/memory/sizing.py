@@ -164,7 +164,7 @@ def fit_cache(config: EngineConfig, model: ModelShape, kv: str, step: StepSize, 
         blocks = min(wanted, most // each - 1)
         why = f"what is left of {source}" if blocks < wanted else shares.get(wanted, "one sequence of full length")
     if blocks < 1:
-        raise InvalidSetting(f"{source} does not hold two blocks of {size} tokens, one of them scratch: a block takes {each} bytes")
+        raise InvalidSetting(f"{source} leaves no block for {size} tokens: two blocks of {each} bytes are needed")
     why_longest = asked("--max-model-len") if config.max_model_len else "what the model was made for"
     if blocks < one:
         if config.max_model_len is not None:
