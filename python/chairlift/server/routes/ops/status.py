@@ -78,8 +78,8 @@ _WITHOUT_ENGINE = (ModelState.UNLOADED, ModelState.LOADING, ModelState.LOAD_FAIL
 
 def _problem(model: ServedModel) -> dict[str, Any] | None:
     """Returns why a model's engine makes no progress; None if it does."""
-    engine = model.engine
-    if not engine.alive:
+    engine, starting = model.engine, model.lifecycle.state is ModelState.STARTING
+    if not engine.alive and not starting:  # before its start, an engine of another machine is not alive either
         return {"reason": "the engine has stopped; the server's log has the reason"}
     if not engine.ready:
         return {"reason": "the model is still loading"}
