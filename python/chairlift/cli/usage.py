@@ -80,9 +80,10 @@ def run(args: argparse.Namespace) -> int:
                 continue
             key = tuple(file.stem if name == "day" else str(record.get(name) or "") for name in args.by)
             group = sums.setdefault(key, dict.fromkeys(_SUMS, 0))
-            group["requests"] += "held_token_seconds" not in record
-            for name in list(_SUMS)[1:]:
-                group[name] += record.get(name, 0)
+            # A live sequence's own record is of what it held: its lifetime is not the time of a request.
+            counted = {**record, "requests": 1} if "held_token_seconds" not in record else {**record, "seconds": 0}
+            for name in _SUMS:
+                group[name] += counted.get(name, 0)
     if invalid:
         Console(stderr=True).print(f"{invalid} incomplete lines were skipped", style="yellow")
     if args.json:
@@ -105,7 +106,7 @@ def _print(console: Console, by: Sequence[str], sums: dict[tuple[str, ...], dict
     names = _names(sums)
     width = max(len(_SUMS[name]) for name in names)
     for key in sorted(sums):
-        lines = [f"{_SUMS[name]:{width}}  {sums[key][name]:,.0f}" for name in names]
+        lines = [f"{_SUMS[name]:{width}}  {_number(name, sums[key][name])}" for name in names]
         console.print(", ".join(printable(part) or "-" for part in key), *lines, sep="\n  ", markup=False, soft_wrap=True)
 
 
@@ -142,6 +143,11 @@ def _names(sums: dict[tuple[str, ...], dict[str, float]]) -> list[str]:
     return [name for name in _SUMS if name not in _OPTIONAL or any(group[name] for group in sums.values())]
 
 
+def _number(name: str, value: float) -> str:
+    """A sum. Seconds and joules have a decimal, so that what few requests used is not 0."""
+    return f"{value:,.{1 if name.endswith(('seconds', 'joules')) else 0}f}"
+
+
 def _table(by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2))
     for name in by:
@@ -150,5 +156,5 @@ def _table(by: Sequence[str], sums: dict[tuple[str, ...], dict[str, float]]) -> 
     for name in names:
         table.add_column(_SUMS[name], justify="right")
     for key in sorted(sums):
-        table.add_row(*(Text(printable(part) or "-") for part in key), *(f"{sums[key][name]:,.0f}" for name in names))
+        table.add_row(*(Text(printable(part) or "-") for part in key), *(_number(name, sums[key][name]) for name in names))
     return table

@@ -252,6 +252,20 @@ def test_numbers_are_never_cut(tmp_path, capsys, monkeypatch, columns):
     assert not any("…" in word for word in words)
 
 
+def test_the_lifetime_of_a_live_sequence_is_not_the_time_of_a_request(tmp_path, capsys):
+    write(tmp_path, [timeline()])
+    file = next(tmp_path.iterdir())
+    line = json.loads(file.read_text())
+    file.write_text("".join(json.dumps(one) + "\n" for one in (line, line | {"seconds": 600.0, "held_token_seconds": 7200.0})))
+    assert main(["usage", str(tmp_path), "--by", "tenant"]) == 0
+    shown = dict(part.rsplit("  ", 1) for part in capsys.readouterr().out.splitlines()[1:])
+    assert {name.strip(): value for name, value in shown.items() if name.strip() in ("requests", "seconds", "held token-seconds")} == {
+        "requests": "1",
+        "seconds": f"{line['seconds']:.1f}",
+        "held token-seconds": "7,200.0",
+    }
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     (tmp_path / "x.jsonl").mkdir()
     assert main(["usage", str(tmp_path)]) == 0
