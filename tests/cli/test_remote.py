@@ -301,11 +301,31 @@ def test_states_of_another_version_are_shown_by_their_names(capsys):
     assert "wait_for_godot" in capsys.readouterr().out
 
 
+def test_the_reason_of_a_wait_is_cut_after_its_name_and_number(capsys):
+    state = STATE | {"stats": STATE["stats"] | {"waiting_by_state": {"wait_slots": 3}}}
+    Console(width=top.PIPED_WIDTH).print(top.frame(state, Console(width=top.PIPED_WIDTH)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "waiting requests meaning first token" in shown
+    assert "wait_slots 3 waits for a batch slot" in shown
+
+
 def test_texts_of_clients_control_no_terminal(capsys):
     miss = {"before": "a\x1b]0;title\x07", "now": "b\x1b[2J[bold]", "advice": "keep it"}
     explain.show({"summary": "Done.", "sequences": [], "cache_miss": miss}, Console())
     assert capsys.readouterr().out == "Done.\n  before: a?]0;title?\n  now: b?[2J[bold]\n  advice: keep it\n"
-    runs = {"shadow": dict.fromkeys(("requests", "ttft_p50_s", "ttft_p99_s", "time_per_output_token_p50_s", "time_per_output_token_p99_s", "cached_share", "preemptions"))}
+    runs = {
+        "shadow": dict.fromkeys(
+            (
+                "requests",
+                "ttft_p50_s",
+                "ttft_p99_s",
+                "time_per_output_token_p50_s",
+                "time_per_output_token_p99_s",
+                "cached_share",
+                "preemptions",
+            )
+        )
+    }
     empty = {"runs": runs, "tenants": {}, "sessions": {"a\x1b[2J": runs, "b": runs}}
     text = shadow.text({**empty, "covered": None, "window_s": 1, "cpu_share": 0.0, "proposal": None, "failure": None})
     assert "a?[2J" in text

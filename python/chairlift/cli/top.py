@@ -194,7 +194,7 @@ def _beside(left: RenderableType, right: RenderableType, console: Console) -> Re
 def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], minor: Sequence[str] = ()) -> Table:
     """A table without lines. Columns whose names end with a space are right-aligned.
 
-    While the table is wider than the console, it loses a column of `minor`, the first one first.
+    While the table is wider than the console, it loses a column of `minor`, the first one first. Beside another table these are cut first.
     """
     widths = {name: max(cell_len(str(cell)) for cell in (name.strip(), *cells)) + 2 for name, *cells in zip(columns, *rows, strict=True)}
     dropped = set[str]()
@@ -204,7 +204,8 @@ def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         if column not in dropped:
-            table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", no_wrap=True)
+            least = None if column in minor else widths[column] - 2
+            table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", no_wrap=True, min_width=least)
     for row in rows:
         table.add_row(*(cell for column, cell in zip(columns, row, strict=True) if column not in dropped))
     return table
