@@ -136,8 +136,9 @@ def test_what_cannot_be_is_told_before_anything_is_sent(arguments, says, capsys)
     assert says in capsys.readouterr().err
 
 
-def test_a_server_that_is_missing_is_a_failure(capsys):
-    assert bench(*["serve", "--port", "1"]) == 1
+@pytest.mark.parametrize("server", [["--port", 1], ["--base-url", "http://127.0.0.1:1/v1"], ["--url", "http://127.0.0.1:1"]])
+def test_a_server_that_is_missing_is_a_failure(capsys, server):
+    assert bench("serve", *server) == 1
     assert "no server at http://127.0.0.1:1" in capsys.readouterr().err
 
 

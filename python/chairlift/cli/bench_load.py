@@ -41,7 +41,7 @@ request_rate = values.number(1e-6, 1e6)
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the server to benchmark."""
     group = parser.add_argument_group("server")
-    group.add_argument("--base-url", metavar="URL", help="address of the server (default: http://HOST:PORT)")
+    group.add_argument("--base-url", "--url", metavar="URL", help="address of the server (default: http://HOST:PORT)")
     group.add_argument("--host", default="127.0.0.1", help="host of the server (default: 127.0.0.1)")
     flags.add_value(group, "--port", values.whole(1, 65535), "N", "port of the server", 8000)
     group.add_argument(
