@@ -1,16 +1,19 @@
 import errno
 import os
+import pwd
 import re
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from fake_hub import FakeHub
 from gguf import GGUFWriter
 from gguf_files import gguf_of, split_gguf_of, tiny_model
 
-from chairlift.checkpoint.cache import LINK
+from chairlift.checkpoint.cache import LINK, hub_dir
 from chairlift.checkpoint.locate import cache_dir, locate, public_name
+from chairlift.checkpoint.ollama_store import ollama_models
 from chairlift.checkpoint.safetensors_file import SafetensorsFile
 from chairlift.checkpoint.weight_files import info_before_load
 from chairlift.config import DEFAULT_MODEL
@@ -27,6 +30,19 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_dir() == Path("/x/chairlift")
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", "~/c")
     assert cache_dir() == tmp_path / "c"
+
+
+def test_a_user_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHAIRLIFT_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_: int) -> NoReturn:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert cache_dir() == Path("/.cache/chairlift")
+    assert hub_dir() == Path("/.cache/huggingface/hub")
+    assert isinstance(ollama_models(), list)
 
 
 def test_the_default_model_is_complete(model_dir: Path) -> None:

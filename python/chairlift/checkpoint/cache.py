@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from chairlift.checkpoint.hub_settings import own_cache
+from chairlift.checkpoint.hub_settings import home_dir, own_cache
 from chairlift.errors import ChairliftError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -23,7 +23,7 @@ LINK = "chairlift.gguf"
 def cache_dir(directory: str | None = None) -> Path:
     """Returns `directory`, else $CHAIRLIFT_CACHE_DIR, else $XDG_CACHE_HOME/chairlift, else ~/.cache/chairlift. It may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return _named(directory) or (Path(base) if base else Path.home() / ".cache") / "chairlift"
+    return _named(directory) or (Path(base) if base else home_dir() / ".cache") / "chairlift"
 
 
 def default_file(cache: Path) -> Path:

@@ -11,6 +11,12 @@ from chairlift.errors import ModelNotFound
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
+def home_dir() -> Path:
+    """Returns the user's home directory; `/`, as in a container, for a user without $HOME and without an entry in the password file."""
+    home = os.path.expanduser("~")
+    return Path("/" if home == "~" else home)
+
+
 def endpoint() -> str:
     """Returns the hub's address, which $HF_ENDPOINT sets."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
@@ -44,7 +50,7 @@ def own_cache() -> Path:
 
 def _home() -> Path:
     home, base = os.environ.get("HF_HOME"), os.environ.get("XDG_CACHE_HOME")
-    return _expanded(home) if home else (_expanded(base) if base else Path.home() / ".cache") / "huggingface"
+    return _expanded(home) if home else (_expanded(base) if base else home_dir() / ".cache") / "huggingface"
 
 
 def _expanded(path: str) -> Path:

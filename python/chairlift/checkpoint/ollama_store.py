@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chairlift.checkpoint.hub_settings import home_dir
 from chairlift.errors import UnsupportedModel
 
 _WORD = r"[A-Za-z0-9_][\w.-]*"
@@ -115,7 +116,7 @@ class OllamaModel:
 def ollama_models() -> list[OllamaModel]:
     """Returns the models of Ollama's stores on this machine: of $OLLAMA_MODELS, else of the user and of Ollama's service."""
     named = os.environ.get("OLLAMA_MODELS")
-    stores = [Path(named).expanduser()] if named else [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+    stores = [Path(named).expanduser()] if named else [home_dir() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
     found: dict[str, OllamaModel] = {}
     for store in stores:
         try:
