@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from chairlift.engine.held_sequences import MAX_HELD
@@ -35,6 +35,8 @@ class ServedSequence:
     sequence: AsyncLiveSequence
     fields: dict[str, Any]
     """The fields of the opening request that hold for all its generations."""
+    opened: float = field(default_factory=time.monotonic)
+    """When it was opened, by the monotonic clock: the system's clock may be set meanwhile."""
 
     def json(self) -> dict[str, object]:
         """Returns the object that clients see. `expires_at` is null while the sequence is computed or generated."""

@@ -233,7 +233,7 @@ class Service:
         held = served.sequence.idle_token_seconds
         if self.usage_log is not None and held >= 1:
             labels = UsageLabels.of(served.id, "", served.model.name, served.sequence.scheduling, 0)
-            self.usage_log.write_held(labels, held, time.time() - served.created)
+            self.usage_log.write_held(labels, held, time.monotonic() - served.opened)
 
     def _busiest_stats(self) -> Stats:
         """Returns the newest counters of the engine with the longest expected wait."""

@@ -116,6 +116,19 @@ def test_a_new_day_begins_a_new_file(tmp_path, monkeypatch):
     assert {file.name: len(file.read_text().splitlines()) for file in tmp_path.iterdir()} == {"1970-01-01.jsonl": 1, "1970-01-02.jsonl": 2}
 
 
+def test_records_after_a_deleted_file_begin_a_new_one(tmp_path):
+    async def run():
+        log = UsageLog(str(tmp_path))
+        await log.write_ended(ScriptedEngine(), LABELS, [timeline()])
+        [file] = tmp_path.iterdir()
+        file.unlink()
+        await log.write_ended(ScriptedEngine(), LABELS, [timeline()])
+        await log.close()
+
+    asyncio.run(run())
+    assert len(records(tmp_path)) == 1
+
+
 def test_a_full_disk_is_logged_and_the_next_record_is_whole_again(tmp_path, monkeypatch, caplog):
     real, sizes = os.write, iter([20, None])
 

@@ -235,6 +235,7 @@ def test_what_a_sequence_holds_is_billed(monkeypatch, tmp_path, capsys):
         [fork] = http.post(f"{url}/fork", json={"n": 1}).json()["data"]
         http.post(f"{url}/rewind", json={"count": 4})
         now[0] += 200
+        monkeypatch.setattr("time.time", lambda: 5e9)  # somebody sets the clock
         assert http.delete(url).status_code == 200
         now[0] += 7
         short = opened(http, "abc")
@@ -244,6 +245,7 @@ def test_what_a_sequence_holds_is_billed(monkeypatch, tmp_path, capsys):
     records = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
     assert short["id"] not in {record["id"] for record in records}
     held = {record["id"]: record["held_token_seconds"] for record in records if "held_token_seconds" in record}
+    assert max(record["seconds"] for record in records if record["id"] in held) < 3600
     assert held == {url.rpartition("/")[2]: 3 * 10 + 5 * 100 + 1 * 200, fork["id"]: 5 * 207.3}
     assert {(one["finish"][0], one["priority"], one["model"], one["tier"]) for one in records if one["id"] in held} == {
         ("dropped", 2, MODEL, "default")
