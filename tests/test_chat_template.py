@@ -10,6 +10,7 @@ from cpu_cost import cost
 
 from chairlift import chat_template
 from chairlift.chat_template import ChatTemplate
+from chairlift.child_process import STOPS
 from chairlift.errors import InvalidRequest
 from chairlift.template_process import TemplateProcesses
 from chairlift.template_renderer import render
@@ -114,11 +115,12 @@ def test_a_job_whose_process_is_killed_is_done_by_another(processes):
     assert process not in processes.pids
 
 
-def test_the_signal_that_stops_a_server_ends_no_job(processes):
+@pytest.mark.parametrize("stop", STOPS)
+def test_the_signal_that_stops_a_server_ends_no_job(processes, stop):
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     template.render(HELLO, ())
     [process] = processes.pids
-    os.kill(process, signal.SIGTERM)
+    os.kill(process, stop)
     assert template.render(HELLO, ()) == [("hello", False)]
     assert processes.pids == [process]
 

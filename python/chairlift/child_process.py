@@ -9,15 +9,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What Ctrl-C, a manager of services and a closed terminal send to all processes of a command: its first process decides what they do."""
+
 
 def start_python(*arguments: str, environment: Mapping[str, str] | None = None, **settings: Any) -> subprocess.Popen[Any]:
     """Starts Python with this process's module path, and `environment` beside this process's own. It does not import from its directory.
 
-    `settings` are those of `subprocess.Popen`. The child inherits SIGINT as blocked.
+    `settings` are those of `subprocess.Popen`. The child inherits `STOPS` as blocked.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # Ctrl-C in a terminal also reaches the child, which cannot ignore it before it has imported.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The child could ignore them only after it has imported.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         return subprocess.Popen(
             [sys.executable, "-P", *arguments], env={**os.environ, "PYTHONPATH": path, **(environment or {})}, **settings

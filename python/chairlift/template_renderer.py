@@ -200,8 +200,6 @@ def main(jobs: BinaryIO, replies: BinaryIO, seconds: float, num_bytes: int) -> N
 
     A job may take `seconds` of CPU time, then the kernel ends the process whatever it does, and (on Linux) `num_bytes` of address space.
     """
-    for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C in a terminal, and a manager of services, send them to this process, too
-        signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _compiled("")  # imports Jinja, which takes as much time as many conversations, before a job's time counts

@@ -14,6 +14,7 @@ import counting_engine
 import pytest
 from counting_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, PANICKING, PATIENT, REFUSED, CountingEngine
 
+from chairlift.child_process import start_python
 from chairlift.config import EngineConfig
 from chairlift.engine import hosted_engine
 from chairlift.engine.engine_info import EngineInfo
@@ -52,8 +53,7 @@ class Child:
     def __init__(self, **options):
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(GUARD)
-        command = [sys.executable, "-m", "counting_engine", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=ENVIRONMENT, **options)
+        self.process = start_python("-m", "counting_engine", str(theirs.fileno()), pass_fds=[theirs.fileno()], **options)
         theirs.close()
         self.file = self.socket.makefile("rb")
 
@@ -270,7 +270,7 @@ def test_a_step_that_fails_is_named_and_ends_it(prompt, words):
 
 
 def test_its_log_is_written_as_the_commands(monkeypatch):
-    monkeypatch.setitem(ENVIRONMENT, "_CHAIRLIFT_LOG", "error json")
+    monkeypatch.setenv("_CHAIRLIFT_LOG", "error json")
     with child(stderr=subprocess.PIPE) as it:
         it.start()
         it.add(1, [CRASHING])
@@ -321,7 +321,7 @@ def test_it_ends_when_the_socket_does(prompt):
 def test_signals_are_the_parents_business():
     with child() as it:
         it.start()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             it.process.send_signal(number)
         it.add(1, [100], max_tokens=1)
         assert it.receive().finishes == b"\2"

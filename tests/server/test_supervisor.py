@@ -27,7 +27,7 @@ def test_a_signal_lets_streams_finish_and_turns_new_requests_away():
     with running() as (process, client):
         wait_until(lambda: status(client, "/ready") == 200)
         with stream(client, 150) as lines:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGHUP)  # as when a terminal is closed
             wait_until(lambda: status(client, "/ready") == 503)
             refused = client.post("/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 503

@@ -60,9 +60,6 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     `joined` the socket's other end is a server on another machine.
     """
     began = time.perf_counter()
-    # Ctrl-C and a service manager's SIGTERM reach the whole process group; only the parent handles them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_log_as_parent()
     end_with_parent()  # a blocked process does not see the socket close
     sock = socket.socket(fileno=fd)

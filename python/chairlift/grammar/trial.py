@@ -157,8 +157,6 @@ class Trial:
 
 def main() -> None:
     """Reads one grammar per line and writes one result per line, until the input ends."""
-    # Ctrl-C reaches the whole process group. This process ends with its parent, when the pipe closes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     file, size, ends = json.loads(sys.argv[1])
     broken = None
     try:

@@ -131,7 +131,8 @@ class Supervisor:
         they are `STARTING`. An engine that dies later is restarted, as often as needed.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in stops if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else stops[:2]:  # nohup ignores it
             loop.add_signal_handler(number, self._stop, number.name)
         self._service.loop_monitor.start()
         http = asyncio.create_task(self._http.serve(sockets=[listener]))

@@ -6,7 +6,6 @@ It runs the calls that arrive on the pipe and exits when the pipe closes.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -89,7 +88,6 @@ class Worker:
 def main(fd: int) -> None:
     """Runs calls until the pipe closes."""
     write_log_as_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     pipe, worker, calls = Connection(fd), Worker(), SimpleQueue[list[Any]]()
     threading.Thread(target=_receive_calls, args=(pipe, calls), daemon=True).start()
     with torch.inference_mode():
