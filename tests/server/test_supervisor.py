@@ -183,6 +183,15 @@ def test_a_port_in_use_is_said():
         open_port("no.such.host.invalid", 1)
 
 
+def test_a_client_whose_machine_is_gone_is_noticed_in_two_minutes():
+    with open_port("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+            assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [60, 15, 4]
+
+
 @pytest.mark.parametrize(("host", "says"), [("127.0.0.1", "--port 0 takes any free port"), ("192.0.2.1", "an address of this machine")])
 def test_a_remedy_is_told_that_helps(host, says):
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTaken, match=says):

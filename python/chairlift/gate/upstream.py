@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import socket
-import sys
 from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +18,11 @@ from yarl import URL
 
 from chairlift.errors import ChairliftError, InvalidSetting
 from chairlift.gate.limits import Limits, merged, of_llama_cpp, of_metrics, of_models, of_sglang
+from chairlift.server.http.sockets import end_if_gone
 
 log = logging.getLogger("chairlift")
 
 CONNECT_SECONDS = 5.0
-GONE_SECONDS = 60, 15, 4
-"""TCP keep-alive: seconds of silence before the first probe, seconds between probes, and unanswered probes that end the connection.
-
-An answer may be silent for longer: a long queue and a long prompt take minutes.
-"""
 IDLE_SECONDS = 4.0
 """Seconds that an idle connection is kept: fewer than the 5 after which vLLM and llama.cpp close it, perhaps under a new request."""
 PROBE_SECONDS = 2.0
@@ -183,16 +178,10 @@ class Upstream:
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket whose connection fails if the other machine is gone: see GONE_SECONDS."""
+    """A socket whose connection fails if the other machine is gone."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "darwin":
-        idle = socket.TCP_KEEPALIVE
-    else:
-        idle = socket.TCP_KEEPIDLE
-    for option, value in zip((idle, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), GONE_SECONDS, strict=True):
-        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    end_if_gone(made)
     return made
 
 

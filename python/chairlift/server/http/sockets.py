@@ -9,16 +9,28 @@ import os
 import socket
 import ssl
 import stat
+import sys
 from collections.abc import Iterator
 
 from chairlift.errors import ChairliftError, InvalidSetting
 
-KEEPALIVE_IDLE_SECONDS = 60
-"""Idle seconds after which TCP keep-alive probes whether the peer is still reachable."""
+GONE_SECONDS = 60, 15, 4
+"""TCP keep-alive: seconds of silence before the first probe, seconds between probes, and unanswered probes that end the connection.
+
+An answer may be silent for longer: a long queue and a long prompt take minutes.
+"""
 
 
 class PortTaken(ChairliftError):
     """The server cannot listen on the address."""
+
+
+def end_if_gone(connection: socket.socket) -> None:
+    """Lets a TCP connection fail if the other machine is gone, as after a power cut: then no packet says so. Listeners pass it on."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = socket.TCP_KEEPALIVE if sys.platform == "darwin" else socket.TCP_KEEPIDLE
+    for option, value in zip((idle, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), GONE_SECONDS, strict=True):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -27,10 +39,7 @@ def open_port(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it: a peer that lost power never closes its connection.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_KEEPIDLE"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
+        end_if_gone(listener)
         listener.bind(address)
         listener.listen()  # immediately: until then others may bind the same port
     except (OSError, OverflowError) as error:
