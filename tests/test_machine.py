@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def test_without_limits_all_is_there(kernel):
     assert available_memory() == 32 * GIB
     kernel({"/proc/self/cgroup": "4:memory:/\n1:cpu,cpuacct:/", **version1("", NO_LIMIT, GIB), f"{TOP}/cpu/cpu.cfs_quota_us": "-1"})
     assert (usable_cores(), available_memory()) == (4, 32 * GIB)
+
+
+def test_a_limit_of_the_address_space_counts_less_what_is_mapped(kernel):
+    limits = "Limit                     Soft Limit\nMax address space         {:20} unlimited            bytes"
+    mapped = {"/proc/self/statm": f"{GIB // os.sysconf('SC_PAGE_SIZE')} 7 3"}
+    kernel({**mapped, "/proc/self/limits": limits.format(str(4 * GIB))})
+    assert available_memory() == 3 * GIB
+    kernel({**mapped, "/proc/self/limits": limits.format("unlimited")})
+    assert available_memory() == 32 * GIB
 
 
 def test_a_containers_limit_counts_less_what_is_used_but_for_cached_files(kernel):

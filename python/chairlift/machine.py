@@ -30,11 +30,15 @@ def core_time() -> float:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated now without swapping and within the container's limit."""
+    """Bytes that can be allocated now without swapping and within the limits of the container and of `ulimit -v`."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     for line in file_text("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
+    for line in file_text("/proc/self/limits").splitlines():
+        if line.startswith("Max address space ") and (limit := line.split()[3]).isdigit():
+            mapped = int(file_text("/proc/self/statm").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            available = min(available, int(limit) - mapped)
     for group in _groups("memory"):
         used = file_text(f"{group}/memory.current") or file_text(f"{group}/memory.usage_in_bytes")
         if used.isdigit():
