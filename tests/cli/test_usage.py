@@ -1,5 +1,6 @@
 import argparse
 import dataclasses
+import io
 import json
 import os
 import re
@@ -55,6 +56,25 @@ def test_commands_are_listed_in_groups(capsys):
 def test_a_closed_standard_output_is_no_failure(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main.main([]) == 0
+
+
+def test_a_character_that_the_terminal_lacks_is_no_failure(tmp_path, monkeypatch):
+    sums = (
+        "prompt_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "computed_tokens",
+        "compute_seconds",
+        "block_seconds",
+        "seconds",
+        "preemptions",
+    )
+    record = {**dict.fromkeys(sums, 0), "tenant": "Zoë🦀", "tier": "", "model": ""}
+    (tmp_path / "2026-11-22.jsonl").write_text(json.dumps(record) + "\n")
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    assert main.main(["usage", str(tmp_path), "--by", "tenant"]) == 0
+    assert "Zoë\\U0001f980".encode("latin-1") in shown.getvalue()
 
 
 @pytest.mark.parametrize(("arguments", "same"), [(["help"], ["--help"]), (["help", "bench", "serve"], ["bench", "serve", "--help"])])

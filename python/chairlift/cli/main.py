@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -160,6 +161,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0, 1 for a failure, 2 for invalid arguments, settings or traces."""
     started = time.perf_counter()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (None after `>&-` in a shell; it stays open)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: a character that a terminal lacks ends no command
     arguments = sys.argv[1:] if arguments is None else arguments
     # The first positional argument is the command: the flags before it take no values.
     at = next((at for at, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
