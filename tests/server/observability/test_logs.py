@@ -1,5 +1,7 @@
 import json
 import logging
+import os
+import re
 
 import httpx
 import pytest
@@ -7,6 +9,7 @@ from scripted_engine import ScriptedEngine
 from server_here import serving
 
 from chairlift.cli import main
+from chairlift.process_log import LogHandler
 from chairlift.server.observability.logs import JsonFormatter, redact_query
 from chairlift.server.observability.request_context import CURRENT_REQUEST, RequestContext
 
@@ -27,6 +30,21 @@ def lines():
     yield found
     root.removeHandler(handler)
     root.setLevel(before)
+
+
+@pytest.mark.parametrize("length", [100, 50_000])
+def test_a_log_that_nobody_reads_stops_nothing(monkeypatch, length):
+    monkeypatch.setattr("chairlift.process_log._PATIENCE_MS", 0)
+    reader, writer = os.pipe()
+    with open(reader, "rb", 0) as pipe, open(writer, "w") as stream:
+        handler = LogHandler(stream)
+        for _ in range(2000):
+            handler.emit(logging.makeLogRecord({"msg": "x" * length}))
+        assert b"lost" not in pipe.read(1 << 20)
+        handler.emit(logging.makeLogRecord({"msg": "last"}))
+        lost, last = pipe.read(1 << 20).splitlines()[-2:]
+    assert re.fullmatch(rb"nobody read the log, and [0-9]+ lines of it are lost", lost)
+    assert last == b"last"
 
 
 def test_every_line_about_a_request_has_its_id_and_none_has_its_prompt(lines):
