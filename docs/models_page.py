@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chairlift.architectures import ARCHITECTURES, OTHERS, Architecture, Code, Windows
+from chairlift.architectures import ARCHITECTURES, Architecture, Code, Windows
 
 PAGE = Path(__file__).with_name("models.md")
 START, END = "<!-- made by docs/models_page.py -->\n", "<!-- end -->\n"
@@ -15,7 +15,7 @@ def page() -> str:
     before, _, rest = PAGE.read_text().partition(START)
     after = rest.partition(END)[2]
     head = "| models | in `config.json` | in GGUF files | differences from Llama | on a GPU |\n|---|---|---|---|---|\n"
-    rows = "".join(map(_row, (*ARCHITECTURES.values(), *OTHERS)))
+    rows = "".join(map(_row, ARCHITECTURES.values()))
     return f"{before}{START}\n{head}{rows}\n{END}{after}"
 
 
@@ -23,7 +23,6 @@ def _row(known: Architecture) -> str:
     files = ", ".join(f"`{name}`" for name in known.gguf.names) if known.gguf else "not read"
     classes = ", ".join(f"`{name}`" for name in dict.fromkeys((known.name, *known.aliases, *known.wrappers)))
     device = "Chairlift's" if known.code is Code.RUST_AND_TORCH else "transformers' code"
-    device += ", also on a CPU" if known.code is Code.TRANSFORMERS else ""
     return f"| {known.models} | {classes} | {files} | {', '.join(_features(known)) or 'none'} | {device} |\n"
 
 
@@ -32,20 +31,25 @@ def _features(known: Architecture) -> list[str]:
     named = {
         "fused projections": len(known.projections.qkv) == 1 or (len(known.projections.gate_up) == 1 and known.activation != "relu2"),
         "biases": known.qkv_bias is not None,
-        "norms of queries and keys": known.qk_norm,
-        "norms after blocks": known.post_norms,
+        "norms of queries and keys": known.qk_norm and not known.rotated_first,
+        "norms of queries and keys after their rotation": known.rotated_first,
+        "norms after blocks": known.post_norms and known.norms.attention is not None,
+        "norms after blocks instead of before": known.norms.attention is None,
+        "layer norms": known.centred,
+        "attention beside the MLP": known.parallel,
         "norms that multiply by 1 + weight": known.norm_offset != 0,
         "GELU": known.activation == "gelu_tanh",
         "squares of positive numbers instead of gates": known.activation == "relu2",
         "sliding windows": known.windows is not Windows.NONE,
-        "rotary base by kind of layer": known.local_theta is not None,
+        "rotary frequencies by kind of layer": known.local_theta is not None,
         "rotation of a part of each head": known.partial_rotary,
         "rotation of neighbouring numbers": known.adjacent_pairs,
-        "layers without rotary positions": known.no_rope_interval is not None,
+        "layers without rotary positions": known.no_rope_interval is not None or known.window_rotary,
         "models without rotary positions": known.position_type is not None,
         "queries that grow with their position": known.temperature,
         "softcaps": known.softcaps is not None,
         "scaled embeddings": known.scaled_embeddings,
+        "a factor of logits": known.logit_scale is not None,
         "multipliers of embeddings, attention, residuals and logits": known.multipliers,
         "attention sinks": known.sinks,
         "heads by kind of layer, shared keys and values, embeddings for each layer": known.global_head_dim is not None,

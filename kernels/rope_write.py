@@ -15,14 +15,18 @@ from chairlift.kernels.write_kv_reference import write_kv_reference
 
 
 @triton.jit
-def _turned(low, high, norm_ptr, eps, cosines, sines, pair, pairs, half: tl.constexpr):
-    """Returns both halves of heads, [heads, pairs] each, rotated, after normalisation if there is a norm."""
+def _turned(low, high, norm_ptr, eps, cosines, sines, pair, pairs, half: tl.constexpr, rotated_first: tl.constexpr):
+    """Returns both halves of heads, [heads, pairs] each, rotated, and normalised before or after it if there is a norm."""
+    if rotated_first:
+        low, high = low * cosines - high * sines, high * cosines + low * sines
     if norm_ptr is not None:
         low_norm = tl.load(norm_ptr + pair, mask=pairs, other=0.0).to(tl.float32)
         high_norm = tl.load(norm_ptr + half + pair, mask=pairs, other=0.0).to(tl.float32)
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half) + eps)[:, None]
         low, high = low * scale * low_norm, high * scale * high_norm
-    return low * cosines - high * sines, high * cosines + low * sines
+    if not rotated_first:
+        low, high = low * cosines - high * sines, high * cosines + low * sines
+    return low, high
 
 
 @triton.jit
@@ -60,6 +64,7 @@ def _rope_write_kernel(
     block_size: tl.constexpr,
     head_block: tl.constexpr,
     pair_block: tl.constexpr,
+    rotated_first: tl.constexpr,
 ):
     # A program has some heads of one token, all queries, all keys or all values. The programs of queries come first, then keys, then
     # values.
@@ -78,7 +83,7 @@ def _rope_write_kernel(
         places = qkv_ptr + token * qkv_token + head * (2 * half) + pair
         low = tl.load(places, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(places + half, mask=mask, other=0.0).to(tl.float32)
-        low, high = _turned(low, high, query_norm_ptr, eps, cosines, sines, pair, pairs, half)
+        low, high = _turned(low, high, query_norm_ptr, eps, cosines, sines, pair, pairs, half, rotated_first)
         tl.store(places, low.to(qkv_ptr.dtype.element_ty), mask=mask)
         tl.store(places + half, high.to(qkv_ptr.dtype.element_ty), mask=mask)
     else:
@@ -91,7 +96,7 @@ def _rope_write_kernel(
         low = tl.load(places, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(places + half, mask=mask, other=0.0).to(tl.float32)
         if is_key:
-            low, high = _turned(low, high, key_norm_ptr, eps, cosines, sines, pair, pairs, half)
+            low, high = _turned(low, high, key_norm_ptr, eps, cosines, sines, pair, pairs, half, rotated_first)
             _store(
                 keys_ptr, low, high, key_scale_ptr, slot, head, pair, mask, kv_heads, half, keys_block, keys_head, keys_offset, block_size
             )
@@ -123,14 +128,16 @@ def rope_write(
     slots: torch.Tensor,
     *,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotated_first: bool = False,
     eps: float = 0.0,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Rotates the queries and keys of qkv [T, heads + 2 * kv_heads, D], stores keys and values, and returns the queries [T, heads, D].
 
     `cosines` and `sines` fp32 [T, D / 2] rotate the pairs (i, i + D / 2). `norms`, [D] for queries and keys, apply an RMS norm to each head
-    first (Qwen3). qkv may be strided along its tokens; its queries are rotated in place. `keys`, `values`, `slots` and `scales` are as in
-    `write_kv`, with D columns for both keys and values. For a token with slot -1 only the queries are rotated.
+    first (Qwen3), or after its rotation if it is `rotated_first` (Hunyuan). qkv may be strided along its tokens; its queries are rotated in
+    place. `keys`, `values`, `slots` and `scales` are as in `write_kv`, with D columns for both keys and values. For a token with slot -1
+    only the queries are rotated.
     """
     tokens, all_heads, dim = qkv.shape
     kv_heads = keys.shape[1]
@@ -158,6 +165,7 @@ def rope_write(
         block_size=keys.shape[2],
         head_block=head_block,
         pair_block=pair_block,
+        rotated_first=rotated_first,
         num_warps=2,
     )
     return qkv[:, :heads]
@@ -172,6 +180,7 @@ def rope_write_reference(
     slots: torch.Tensor,
     *,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotated_first: bool = False,
     eps: float = 0.0,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
@@ -181,11 +190,17 @@ def rope_write_reference(
     turned = []
     for part, norm in zip((qkv[:, :heads], qkv[:, heads : heads + kv_heads]), norms or (None, None), strict=True):
         wide = part.float()
+        if rotated_first:
+            wide = _rotated(wide, cosines, sines)
         if norm is not None:
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
-        low, high = wide.chunk(2, -1)
-        cos, sin = cosines.unsqueeze(1), sines.unsqueeze(1)
-        turned.append(torch.cat((low * cos - high * sin, high * cos + low * sin), -1))
+        turned.append(wide if rotated_first else _rotated(wide, cosines, sines))
     qkv[:, :heads] = turned[0].to(qkv.dtype)
     write_kv_reference(turned[1], qkv[:, heads + kv_heads :], keys, values, slots, scales)
     return qkv[:, :heads]
+
+
+def _rotated(wide: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    low, high = wide.chunk(2, -1)
+    cos, sin = cosines.unsqueeze(1), sines.unsqueeze(1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)

@@ -880,6 +880,9 @@ class Linear:
         too early, and what such a function raises.
         """
 
+_StreamNorm = NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]
+"""The weight of a norm, or the weight and the bias of a layer norm."""
+
 @final
 class DecoderBlock:
     """A decoder block: a norm, then attention or an MLP, whose output is added to the residual stream."""
@@ -887,7 +890,7 @@ class DecoderBlock:
     @staticmethod
     def attention(
         *,
-        norm: NDArray[np.float32],
+        norm: _StreamNorm | None,
         qkv_proj: Linear,
         kv: tuple[int, int, bool],
         o_proj: Linear,
@@ -895,6 +898,7 @@ class DecoderBlock:
         gated: bool = False,
         temperature: tuple[float, int] | None = None,
         qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        rotated_first: bool = False,
         value_norm: NDArray[np.float32] | None = None,
         rope: int | None = None,
         softcap: float | None = None,
@@ -905,19 +909,20 @@ class DecoderBlock:
     ) -> DecoderBlock:
         """Creates a block of causal attention with scores multiplied by `scale`. Takes ownership of the linear layers.
 
-        `kv` is the part of the KV cache, the layer in that part, and whether an earlier block writes the layer: then there are only
-        queries. With `gated` the last rows of `qkv_proj` are gates, whose sigmoids multiply the outputs. `qk_norm` and `value_norm` are
-        norms of each head's queries and keys, and of its values. `rope` is the index of the decoder's rotary embedding (None: no
-        positions). A `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are, for each
-        head, the score of a token without a value that all tokens see. `temperature` (b, n) multiplies the query at position p by 1 + b *
-        ln(1 + floor(p / n)). `post_norm` is applied to the output, which is then multiplied by `residual_scale`. Raises ValueError for a
-        layer that another block owns.
+        Without a `norm` it reads the residual stream itself; a weight and a bias are those of a layer norm. `kv` is the part of the KV
+        cache, the layer in that part, and whether an earlier block writes the layer: then there are only queries. With `gated` the last
+        rows of `qkv_proj` are gates, whose sigmoids multiply the outputs. `qk_norm` and `value_norm` are norms of each head's queries and
+        keys, which may be `rotated_first`, and of its values. `rope` is the index of the decoder's rotary embedding (None: no positions). A
+        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are, for each head, the score
+        of a token without a value that all tokens see. `temperature` (b, n) multiplies the query at position p by 1 + b * ln(1 + floor(p /
+        n)). `post_norm` is applied to the output, which is then multiplied by `residual_scale`. Raises ValueError for a layer that another
+        block owns.
         """
 
     @staticmethod
     def latent_attention(
         *,
-        norm: NDArray[np.float32],
+        norm: _StreamNorm,
         in_proj: Linear,
         latent_norm: NDArray[np.float32],
         key_up: Linear,
@@ -941,7 +946,7 @@ class DecoderBlock:
     @staticmethod
     def recurrent(
         *,
-        norm: NDArray[np.float32],
+        norm: _StreamNorm,
         in_proj: Linear,
         taps: NDArray[np.float32],
         out_proj: Linear,
@@ -959,10 +964,11 @@ class DecoderBlock:
     @staticmethod
     def mlp(
         *,
-        norm: NDArray[np.float32],
+        norm: _StreamNorm | None,
         gate_up_proj: Linear,
         down_proj: Linear,
         activation: str = "silu",
+        parallel: bool = False,
         post_norm: NDArray[np.float32] | None = None,
         residual_scale: float = 1.0,
         stream_scale: float = 1.0,
@@ -971,6 +977,7 @@ class DecoderBlock:
 
         With the activation relu2 there is no gate: down_proj(max(up, 0) ** 2), and `gate_up_proj` is up_proj.
 
+        If it is `parallel`, it reads what the block before it reads, which is one of attention without `post_norm`, and has no `norm`.
         The sum of output and residual stream is multiplied by `stream_scale`. The rest is as in `attention`.
         """
 
@@ -986,13 +993,14 @@ class DecoderBlock:
     @staticmethod
     def mixture(
         *,
-        norm: NDArray[np.float32],
+        norm: _StreamNorm | None,
         router: Linear,
         gate_up_proj: Linear,
         down_proj: Linear,
         scores: str,
         used: int,
         activation: str = "silu",
+        parallel: bool = False,
         clamp: tuple[float, float] | None = None,
         bias: NDArray[np.float32] | None = None,
         groups: tuple[int, int, int] | None = None,
@@ -1100,7 +1108,7 @@ class Decoder:
         cls,
         blocks: Sequence[DecoderBlock],
         *,
-        norm: NDArray[np.float32],
+        norm: _StreamNorm,
         head: Linear,
         embedding: Linear | None = None,
         layer_embeddings: tuple[Linear, Linear, NDArray[np.float32]] | None = None,

@@ -27,9 +27,9 @@ def rotation(tokens: int, half: int, generator: torch.Generator) -> tuple[torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "rotated_first"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), SHAPES)
-def test_heads_are_turned_and_stored(heads, kv_heads, dim, block_size, normed, dtype):
+def test_heads_are_turned_and_stored(heads, kv_heads, dim, block_size, normed, rotated_first, dtype):
     generator = torch.Generator().manual_seed(0)
     slots = torch.tensor(SLOTS, dtype=torch.int32)
     # Strided along the tokens.
@@ -40,7 +40,9 @@ def test_heads_are_turned_and_stored(heads, kv_heads, dim, block_size, normed, d
     for function in (rope_write, rope_write_reference):
         memory, keys, values = caches(kv_heads, (dim, dim), block_size, dtype)
         qkv = wide.clone()
-        queries = function(qkv[:, :-1], cosines, sines, keys, values, slots, norms=norms, eps=1e-5)
+        queries = function(
+            qkv[:, :-1], cosines, sines, keys, values, slots, norms=norms, rotated_first=rotated_first, eps=1e-5
+        )
         assert queries.data_ptr() == qkv.data_ptr()
         results.append((qkv, memory))
     (found, stored), (expected, right) = results

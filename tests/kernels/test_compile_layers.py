@@ -134,6 +134,7 @@ def test_rope_write(model, capability, cache):
     arguments |= dict.fromkeys(("query_norm_ptr", "key_norm_ptr"), "*bf16:16" if normed else None)
     arguments |= CACHES[cache] | STRIDES | {"qkv_token": "i32:16", "heads": heads, "kv_heads": kv_heads, "half": dim // 2}
     arguments |= {"block_size": 16, "pair_block": dim // 2, "head_block": min(1024 // dim, next_power_of_2(heads))}
+    arguments |= {"rotated_first": False}
     made = compiled(rope_write._rope_write_kernel, arguments, capability=capability, num_warps=2)
     assert made.spilled == made.shared_memory == 0
     assert made.registers <= 64

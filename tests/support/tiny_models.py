@@ -73,6 +73,9 @@ HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.
 DENSE_GLM = {"head_dim": 16, "pad_token_id": 0, "rope_parameters": HALF}
 MINIMAX = {**LOCAL_EXPERTS, "head_dim": 16, "rope_parameters": HALF}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+OLMO3 = {"sliding_window": 9, "layer_types": GEMMA["layer_types"], "pad_token_id": 0}
+OLMO3 |= {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
 VISION35 = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8, "depth": 1, "out_hidden_size": 48}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8}
 VISION |= {"depth": 1, "out_hidden_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -99,6 +102,13 @@ FAMILIES = {
     "glm": ("Glm", DENSE_GLM),
     "glm4": ("Glm4", DENSE_GLM),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "olmo3": ("Olmo3", OLMO3),
+    "exaone4": ("Exaone4", {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 3}),
+    "exaone4-whole": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": ALPHA}),
+    "cohere": ("Cohere", {"logit_scale": 0.25, "pad_token_id": 0}),
+    "cohere2": ("Cohere2", {"attention_bias": True, "sliding_window": 9, "sliding_window_pattern": 3, "pad_token_id": 0}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": ROPES, "final_logit_softcapping": 3.0}),
@@ -116,6 +126,7 @@ FAMILIES = {
     "solar-open": ("SolarOpen", {**SOLAR, "routed_scaling_factor": 2.5}),
     "minimax-m2": ("MiniMaxM2", MINIMAX),
     "ernie4.5-moe": ("Ernie4_5_Moe", ERNIE),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 11, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40, "pad_token_id": 0}),
     "gpt-oss": ("GptOss", {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 9, "rope_parameters": {**YARN, "truncate": False}}),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),

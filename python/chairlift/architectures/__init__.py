@@ -14,19 +14,21 @@ from chairlift.architectures.architecture import (
     Scores,
     Windows,
 )
+from chairlift.architectures.cohere import COHERE, COHERE2
 from chairlift.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, YOUTU
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
 from chairlift.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
+from chairlift.architectures.exaone import EXAONE4
 from chairlift.architectures.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from chairlift.architectures.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
+from chairlift.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from chairlift.architectures.lfm2 import LFM2, LFM2_MOE
 from chairlift.architectures.llama import ARCEE, LLAMA, MINISTRAL3, MISTRAL, SEED_OSS
 from chairlift.architectures.mixtral import MINIMAX_M2, MIXTRAL
 from chairlift.architectures.nemotron import NEMOTRON_H
 from chairlift.architectures.olmo import OLMO2, OLMO3, OLMOE
-from chairlift.architectures.others import COHERE, COHERE2, EXAONE4, HUNYUAN_DENSE
 from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE
 from chairlift.architectures.smollm import SMOLLM3
@@ -41,7 +43,6 @@ __all__ = [
     "GGUF_MIXTURES",
     "HEADLESS",
     "OLMO3",
-    "OTHERS",
     "QWEN3",
     "WRAPPED",
     "Architecture",
@@ -61,6 +62,7 @@ __all__ = [
 DENSE = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, ARCEE),
     *(SEED_OSS, GLM, GLM4, ERNIE4_5, YOUTU),
+    *(OLMO3, OLMO2, EXAONE4, HUNYUAN_DENSE, COHERE, COHERE2),
     *(LFM2, QWEN3_5, NEMOTRON_H),
 )
 MIXTURES = (
@@ -73,6 +75,7 @@ MIXTURES = (
     SOLAR_OPEN,
     MINIMAX_M2,
     ERNIE4_5_MOE,
+    HUNYUAN_MOE,
     GPT_OSS,
     OLMOE,
     GRANITE_MOE,
@@ -89,16 +92,13 @@ ALIASES = {alias: known for known in ARCHITECTURES.values() for alias in known.a
 HEADLESS = {name.replace("ForCausalLM", end): known for name, known in ARCHITECTURES.items() for end in ("Model", "TextModel")}
 """The architectures by the names of their classes without a head, of which transformers has one or the other: they compute embeddings."""
 
-OTHERS = (OLMO3, OLMO2, HUNYUAN_DENSE, EXAONE4, COHERE, COHERE2)
-"""Architectures that transformers' code alone computes, and whose GGUF files can be read."""
-
 GGUF_MIXTURES: dict[str, tuple[Architecture, ...]] = {}
 """The architectures with experts by their names in GGUF files, which some share with dense models, or with other scores of experts."""
 for known in ARCHITECTURES.values():
     for name in known.gguf.names if known.gguf and known.mixture else ():
         GGUF_MIXTURES[name] = (*GGUF_MIXTURES.get(name, ()), known)
 
-GGUF = {name: known for known in DENSE + OTHERS if known.gguf for name in known.gguf.names}
+GGUF = {name: known for known in DENSE if known.gguf for name in known.gguf.names}
 """The architectures by their names in GGUF files; the dense one of a shared name."""
 GGUF |= {name: known[0] for name, known in GGUF_MIXTURES.items() if name not in GGUF}
 

@@ -9,11 +9,10 @@ from typing import Any
 
 
 class Code(Enum):
-    """Which code of Chairlift's own computes an architecture; TRANSFORMERS: none. Transformers' code computes it elsewhere."""
+    """Which code of Chairlift's own computes an architecture. Transformers' code computes it elsewhere."""
 
     RUST_AND_TORCH = "the CPU kernels, and torch"
     RUST = "the CPU kernels"
-    TRANSFORMERS = "none"
 
 
 class Windows(Enum):
@@ -44,18 +43,21 @@ class Projections:
 class Norms:
     """Names of norms in a checkpoint: the last one, and those of a layer, below `model.layers.N.`.
 
-    `after_attention` and `after_mlp` are those of models with norms after blocks.
+    `after_attention` and `after_mlp` are those of models with norms after blocks. Without `attention` or `mlp`, that block reads the
+    residual stream itself.
     """
 
-    attention: str = "input_layernorm"
+    attention: str | None = "input_layernorm"
     query: str = "self_attn.q_norm"
     key: str = "self_attn.k_norm"
-    mlp: str = "post_attention_layernorm"
+    mlp: str | None = "post_attention_layernorm"
     last: str = "model.norm"
     after_attention: str = "post_attention_layernorm"
     after_mlp: str = "post_feedforward_layernorm"
 
 
+NORMS_AFTER = Norms(attention=None, mlp=None)
+"""Those of models with norms after blocks alone."""
 GEMMA_NORMS = Norms(mlp="pre_feedforward_layernorm")
 """Those of Gemma 2 and later, which has a norm after attention under Llama's name of the norm before the MLP."""
 
@@ -209,20 +211,23 @@ class Architecture:
     published models. `text_types` are the values of `model_type` in the `text_config` of the classes `wrappers`, which also read images, or
     beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone. The
     default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of
-    the caps of attention scores and logits; None means that config.json's are not read. `rotary` is the default part of each head that is
-    rotated. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated together instead of numbers half the rotated part
-    apart. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the default of
-    `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries grow with their position. Every n-th
-    layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are
-    listed. `qkv_bias` is the key of whether queries, keys and values alone have biases, and its default. `inner` is the key of the MLP's
-    inner size, and `norm_eps` that of the number that norms add to squares. `norm_offset` is added to the weights of all norms, and
-    `post_norms` adds a norm after attention and after the MLP. With `whole_norms` the norms of queries and keys are those of all heads
-    together. With `sinks` each head has a score beside those of the keys. `global_head_dim` is the default size of heads of layers with
-    full attention, and means that layers differ as in Gemma 4. With `gated_attention` the query projection has gates too, head by head,
-    whose sigmoids multiply the outputs. With a `recurrence` some layers keep a state instead of keys and values. A layer of a `single`
-    model is one of attention, a recurrent layer, an MLP and experts, as `layers_block_type` or `hybrid_override_pattern` says. In a
-    `latent` model keys and values are made of a latent vector. The `activation` is silu or gelu_tanh, or relu2 for MLPs without a gate.
-    With a `mixture` layers have experts, instead of an MLP or beside it, except those that config.json names.
+    the caps of attention scores and logits, and `logit_scale` that of the logits' factor; None means that config.json's are not read.
+    `rotary` is the default part of each head that is rotated. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated
+    together instead of numbers half the rotated part apart. In a model of `window_rotary` only layers with a window have rotary positions,
+    unless there are no windows. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the
+    default of `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries grow with their position.
+    Every n-th layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and
+    windows are listed. `qkv_bias` is the key of whether queries, keys and values alone have biases, and its default. `inner` is the key of
+    the MLP's inner size, and `norm_eps` that of the number that norms add to squares. `norm_offset` is added to the weights of all norms,
+    and `post_norms` adds a norm after attention and after the MLP. With `whole_norms` the norms of queries and keys are those of all heads
+    together; with `rotated_first` queries and keys are rotated before their norms. Norms are `centred` if they shift numbers to mean 0
+    first, and may then have `norm_biases`. The MLP of a `parallel` model reads what attention reads. With `sinks` each head has a score
+    beside those of the keys. `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as
+    in Gemma 4. With `gated_attention` the query projection has gates too, head by head, whose sigmoids multiply the outputs. With a
+    `recurrence` some layers keep a state instead of keys and values. A layer of a `single` model is one of attention, a recurrent layer, an
+    MLP and experts, as `layers_block_type` or `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent
+    vector. The `activation` is silu or gelu_tanh, or relu2 for MLPs without a gate. With a `mixture` layers have experts, instead of an MLP
+    or beside it, except those that config.json names.
     """
 
     name: str
@@ -256,6 +261,7 @@ class Architecture:
     partial_rotary: bool = False
     rotary: float = 1.0
     adjacent_pairs: bool = False
+    window_rotary: bool = False
     no_rope_interval: int | None = None
     position_type: str | None = None
     temperature: bool = False
@@ -266,6 +272,10 @@ class Architecture:
 
     qk_norm: bool = False
     whole_norms: bool = False
+    rotated_first: bool = False
+    centred: bool = False
+    norm_biases: bool = False
+    parallel: bool = False
     sinks: bool = False
     norm_offset: float = 0.0
     post_norms: bool = False
@@ -274,6 +284,7 @@ class Architecture:
     softcaps: tuple[float | None, float | None] | None = None
     scaled_embeddings: bool = False
     multipliers: bool = False
+    logit_scale: float | None = None
     global_head_dim: int | None = None
     gated_attention: bool = False
     single: bool = False

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from chairlift.architectures.architecture import POST_NORMS, Architecture, Code, GGUFFormat, Key, Mixture, Windows
+from chairlift.architectures.architecture import NORMS_AFTER, POST_NORMS, Architecture, GGUFFormat, Key, Mixture, Windows
 
 OLMOE = Architecture(
     name="OlmoeForCausalLM",
@@ -19,10 +19,12 @@ OLMO2 = Architecture(
     name="Olmo2ForCausalLM",
     model_type="olmo2",
     models="OLMo 2",
-    code=Code.TRANSFORMERS,
     gguf=GGUFFormat(names=("olmo2",), tensors=POST_NORMS),
+    max_positions=2048,
+    rms_norm_eps=1e-5,
     qk_norm=True,
     whole_norms=True,
+    norms=NORMS_AFTER,
     post_norms=True,
 )
 OLMO3 = replace(
@@ -35,7 +37,10 @@ OLMO3 = replace(
         keys={"sliding_window": Key("attention.sliding_window", int)},
         tensors=POST_NORMS,
     ),
+    theta=500_000.0,
+    local_theta=500_000.0,
     windows=Windows.LISTED,
+    sliding_window=4096,
     window_interval=4,
 )
 """Its GGUF files have OLMo 2's name, and windows."""

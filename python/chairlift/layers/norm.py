@@ -1,13 +1,47 @@
-"""RMS normalisation, optionally fused with the addition to the residual stream and with rounding to fp8."""
+"""Normalisation, optionally fused with the addition to the residual stream and with rounding to fp8."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 from torch.nn import functional
 
 from chairlift.layers.linear import MIN_ABSMAX, Activations, Rounded, round_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of the residual stream. If it is `centred`, it shifts numbers to mean 0 first, and may have a bias."""
+
+    weight: torch.Tensor
+    eps: float
+    centred: bool = False
+    bias: torch.Tensor | None = None
+
+
+def normalise(x: torch.Tensor, norm: Norm | None, *, rounds: bool = False) -> Activations:
+    """Returns normalised x [..., columns]: x itself if there is no norm. `rounds` rounds the result, as `round_rows` does."""
+    if norm is not None and not norm.centred:
+        return rms_norm(x, norm.weight, norm.eps, rounds=rounds)
+    result = x if norm is None else _layer_norm(x, norm)
+    return round_rows(result) if rounds else result
+
+
+def add_normalise(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm | None, *, inner: Norm | None = None, rounds: bool = False
+) -> Activations:
+    """Adds x to residual in place and returns the normalised sum (see `normalise`). `inner` is a norm of x before the addition."""
+    if norm is not None and not norm.centred:
+        return add_rms_norm(x, residual, norm.weight, norm.eps, inner=inner and inner.weight, rounds=rounds)
+    residual.add_(x if inner is None else rms_norm(x, inner.weight, inner.eps))
+    return normalise(residual, norm, rounds=rounds)
+
+
+def _layer_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    bias = None if norm.bias is None else norm.bias.float()
+    return functional.layer_norm(x.float(), (x.shape[-1],), norm.weight.float(), bias, norm.eps).to(x.dtype)
 
 
 @overload

@@ -37,22 +37,27 @@ def rope_write(
     plan: AttentionPlan,
     *,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotated_first: bool = False,
     eps: float = 0.0,
     scales: Scales | None = None,
 ) -> torch.Tensor:
     """Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] and stores keys and values (see `write_kv`).
 
-    `norms`, [head_dim] for queries and keys, apply an RMS norm to each head first (Qwen3). Returns the queries [tokens, heads,
-    head_dim]; qkv is undefined afterwards.
+    `norms`, [head_dim] for queries and keys, apply an RMS norm to each head first (Qwen3), or after its rotation if it is
+    `rotated_first` (Hunyuan). Returns the queries [tokens, heads, head_dim]; qkv is undefined afterwards.
     """
     if qkv.is_cuda:
         # triton is only installed for GPUs.
         from chairlift.kernels import rope_write as kernel
 
-        return kernel.rope_write(qkv, *rotation, keys, values, plan.slots, norms=norms, eps=eps, scales=scales)
+        return kernel.rope_write(qkv, *rotation, keys, values, plan.slots, norms=norms, rotated_first=rotated_first, eps=eps, scales=scales)
     kv_heads = keys.shape[1]
     q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
+    if rotated_first:
+        q, k = rotate(q, rotation), rotate(k, rotation)
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
-    write_kv(rotate(k, rotation), v, keys, values, plan, scales=scales)
-    return rotate(q, rotation)
+    if not rotated_first:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    write_kv(k, v, keys, values, plan, scales=scales)
+    return q

@@ -15,7 +15,7 @@ from chairlift.layers.activation import activate
 from chairlift.layers.attention import Scales, paged_attention
 from chairlift.layers.linear import Activations, Linear, Weight, quantise, stack, take_rows
 from chairlift.layers.lora import adapted
-from chairlift.layers.norm import rms_norm
+from chairlift.layers.norm import Norm, rms_norm
 from chairlift.layers.rope import rope_write, spread
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.config import ModelConfig
@@ -61,9 +61,13 @@ class LayerWeights:
         self.projections: dict[str, Place] = {}
         """The place of each projection, by its name in a checkpoint."""
 
-    def norm(self, name: str, size: int | None = None) -> torch.Tensor:
-        """The weight of a norm; `size` is the hidden size by default."""
-        return norm_weight(self.config, self.source, f"{self.prefix}{name}.weight", size)
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """The weight of a norm."""
+        return norm_weight(self.config, self.source, f"{self.prefix}{name}", size)
+
+    def stream_norm(self, name: str | None) -> Norm | None:
+        """A norm of the residual stream; None if the architecture has none."""
+        return None if name is None else stream_norm(self.config, self.source, self.prefix + name)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         """A Linear of a matrix, which is rounded if that was asked for and the checkpoint has not quantised it."""
@@ -103,12 +107,13 @@ class LayerWeights:
 class Block(ABC):
     """A part of a layer whose output is added to the residual stream.
 
-    `norm` is the weight of the norm of its input, which is rounded to fp8 if the block `rounds` it, and `post_norm` that of the norm of its
-    output, if it has one.
+    `norm` is the norm of its input, which is rounded to fp8 if the block `rounds` it, and `post_norm` that of its output, if it has them. A
+    `parallel` block reads what the block before it reads.
     """
 
-    norm: torch.Tensor
-    post_norm: torch.Tensor | None = None
+    norm: Norm | None
+    post_norm: Norm | None = None
+    parallel = False
     rounds = False
 
     def __init__(self, weights: LayerWeights) -> None:
@@ -144,19 +149,19 @@ class Attention(Block):
         """None in a layer without rotary positions."""
         queries, kv = config.num_heads * self._dim, config.num_kv_heads * self._dim
         self._heads = config.num_heads + 2 * config.num_kv_heads
-        self.norm = weights.norm(config.family.norms.attention)
+        self.norm = weights.stream_norm(config.family.norms.attention)
         projected = (queries * (2 if self._gated else 1), kv, kv)
         self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config))
         self.rounds = self.qkv.rounds_activations
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
-        self.post_norm = weights.norm(config.family.norms.after_attention) if config.family.post_norms else None
+        self.post_norm = weights.stream_norm(config.family.norms.after_attention) if config.family.post_norms else None
         self._head_norms = self._whole_norms = None
+        self._rotated_first = config.family.rotated_first
         if config.qk_norm:
-            head = torch.tensor(_spread_head(config), device=self.norm.device)
-            whole = config.family.whole_norms
+            head, whole = torch.tensor(_spread_head(config)), config.family.whole_norms
             sizes = {config.family.norms.query: queries, config.family.norms.key: kv}
             found = (weights.norm(name, size if whole else self._dim) for name, size in sizes.items())
-            query, key = (norm.view(-1, self._dim)[:, head].flatten() for norm in found)
+            query, key = (norm.view(-1, self._dim)[:, head.to(norm.device)].flatten() for norm in found)
             if whole:
                 self._whole_norms = query, key
             else:
@@ -174,7 +179,17 @@ class Attention(Block):
             _normalise_whole(qkv, self._whole_norms, keys.shape[1], self._eps)
         # Keys and values are written before attention, which reads this step's keys from the cache.
         scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
-        query = rope_write(qkv, given.rotations[self.rope], keys, values, plan, norms=self._head_norms, eps=self._eps, scales=scales)
+        query = rope_write(
+            qkv,
+            given.rotations[self.rope],
+            keys,
+            values,
+            plan,
+            norms=self._head_norms,
+            rotated_first=self._rotated_first,
+            eps=self._eps,
+            scales=scales,
+        )
         if given.query_scale is not None:
             query.mul_(given.query_scale)
         mixed = paged_attention(
@@ -200,11 +215,11 @@ class Mlp(Block):
         super().__init__(weights)
         config, names = weights.config, weights.config.family.projections
         self._activation = config.family.activation
-        self.norm = mlp_norm(weights)
+        self.norm, self.parallel = weights.stream_norm(config.family.norms.mlp), config.family.parallel
         self.gate_up = weights.gate_up(names, config.intermediate_size, config.mlp_bias)
         self.rounds = self.gate_up.rounds_activations
         self.down = weights.merged((names.down,), (config.hidden_size,), config.intermediate_size, config.mlp_bias)
-        self.post_norm = weights.norm(config.family.norms.after_mlp) if config.family.post_norms else None
+        self.post_norm = weights.stream_norm(config.family.norms.after_mlp) if config.family.post_norms else None
 
     def forward(self, x: Activations, given: Pass) -> torch.Tensor:
         """Computes the MLP."""
@@ -213,14 +228,16 @@ class Mlp(Block):
         return self._summed(self.down, inner, given)
 
 
-def mlp_norm(weights: LayerWeights) -> torch.Tensor:
-    """The weight of the norm before a layer's MLP or experts."""
-    return weights.norm(weights.config.family.norms.mlp)
+def stream_norm(config: ModelConfig, source: WeightSource, name: str) -> Norm:
+    """A norm of the residual stream."""
+    family, size = config.family, config.hidden_size
+    bias = source.take(f"{name}.bias", size) if family.norm_biases else None
+    return Norm(norm_weight(config, source, name, size), config.rms_norm_eps, family.centred, bias)
 
 
-def norm_weight(config: ModelConfig, source: WeightSource, name: str, size: int | None = None) -> torch.Tensor:
+def norm_weight(config: ModelConfig, source: WeightSource, name: str, size: int) -> torch.Tensor:
     """The weight of a norm. With an offset (Gemma) the sum is kept in fp32, because it needs more digits than the checkpoint's weight."""
-    weight = source.take(name, size or config.hidden_size)
+    weight = source.take(f"{name}.weight", size)
     return weight.float() + config.family.norm_offset if config.family.norm_offset else weight
 
 

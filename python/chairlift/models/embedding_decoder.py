@@ -58,6 +58,8 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
         "multipliers": model.scales.residual != 1 or model.scales.embedding not in (1, model.hidden_size**0.5),
         "norms of all heads together": model.family.whole_norms,
         "norms of other names": model.family.norms not in (Norms(), GEMMA_NORMS),
+        "layer norms": model.family.centred,
+        "norms of queries and keys after their rotation": model.family.rotated_first,
         "rotated pairs of neighbours": model.family.adjacent_pairs,
         "fused projections": len(model.family.projections.gate_up) != 2,
         "biases of attention's output and of MLPs": model.output_bias or model.mlp_bias,

@@ -26,7 +26,7 @@ class LatentAttention(Block):
         self._latent, self._cache_index = latent, cache_index
         self.scales = None if scales is None else (scales[0], scales[0])
         self.rope = config.rope
-        self.norm = weights.norm(config.family.norms.attention)
+        self.norm = weights.stream_norm(config.family.norms.attention)
         heads = [head * latent.query + at for head in range(latent.heads) for at in _halves(latent.plain, latent)]
         made, down = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", latent.queries)
         rows = list(range(down)) if latent.query_rank else heads

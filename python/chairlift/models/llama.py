@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from chairlift.errors import UnsupportedModel
 from chairlift.layers.attention import Scales
-from chairlift.layers.linear import Activations, Linear
-from chairlift.layers.norm import add_rms_norm, rms_norm
+from chairlift.layers.linear import Linear
+from chairlift.layers.norm import add_normalise, normalise
 from chairlift.layers.rope import rotations
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
-from chairlift.models.blocks import Attention, Block, LayerWeights, Mlp, Pass, Place, norm_weight
+from chairlift.models.blocks import Attention, Block, LayerWeights, Mlp, Pass, Place, stream_norm
 from chairlift.models.config import ModelConfig
 from chairlift.models.forward_batch import ForwardBatch, LayerCache, WeightSource
 from chairlift.models.latent_attention import LatentAttention
@@ -62,14 +62,14 @@ class Llama:
         if config.only_in_rust:
             raise UnsupportedModel(f"only the CPU kernels support {config.architecture}")
         self.group = group
-        self.eps, self.softcap = config.rms_norm_eps, config.scales.logits_cap
+        self.softcap = config.scales.logits_cap
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = weights.take(f"{config.embedding}.weight", *shape)
         # Rounded to the embeddings' dtype, as in training.
         self.scale = torch.tensor(config.scales.embedding, dtype=self.embedding.dtype).item()
         given = (weights, self.embedding.dtype, group, quantization, rounds_activations)
         self.layers = [_layer(LayerWeights(config, index, *given)) for index in range(config.num_layers)]
-        self.norm = norm_weight(config, weights, f"{config.family.norms.last}.weight")
+        self.norm = stream_norm(config, weights, config.family.norms.last)
         self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
         device = self.embedding.device
         longest = longest or config.max_position_embeddings
@@ -87,11 +87,16 @@ class Llama:
         query_scale = None if self.temperature is None else _query_scale(batch.positions, *self.temperature).to(residual.dtype)
         given = Pass(batch, cache, rotation, query_scale)
         blocks = [block for layer in self.layers for block in layer.blocks]
-        x: Activations = rms_norm(residual, blocks[0].norm, self.eps, rounds=blocks[0].rounds)
+        x = normalise(residual, blocks[0].norm, rounds=blocks[0].rounds)
         for block, after in pairwise(blocks):
-            # A kernel whose result only a product in fp8 reads rounds it.
-            x = add_rms_norm(block.forward(x, given), residual, after.norm, self.eps, inner=block.post_norm, rounds=after.rounds)
-        return add_rms_norm(blocks[-1].forward(x, given), residual, self.norm, self.eps, inner=blocks[-1].post_norm)
+            output = block.forward(x, given)
+            if after.parallel:
+                residual.add_(output)
+            else:  # A kernel whose result only a product in fp8 reads rounds it.
+                x = add_normalise(output, residual, after.norm, inner=block.post_norm, rounds=after.rounds)
+        last = add_normalise(blocks[-1].forward(x, given), residual, self.norm, inner=blocks[-1].post_norm)
+        assert isinstance(last, torch.Tensor)
+        return last
 
     def logits(self, hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Logits at token positions `at` [N] of a batch's hidden states; returns [N, vocabulary]."""
@@ -115,6 +120,8 @@ def _layer(weights: LayerWeights) -> Layer:
         feed = Mixture(weights, config.experts)
     elif config.feeds[index]:
         feed = Mlp(weights)
+    if mixer and feed and feed.parallel:  # both read the same numbers
+        mixer.rounds = feed.rounds = mixer.rounds and feed.rounds
     return Layer(mixer, feed, weights.projections)
 
 

@@ -11,7 +11,7 @@ from chairlift.errors import UnsupportedModel
 from chairlift.layers import experts as layers
 from chairlift.layers.activation import activate
 from chairlift.layers.linear import Activations, Linear, Quantised, Weight, multiplied_out, quantise
-from chairlift.models.blocks import Block, LayerWeights, Pass, mlp_norm
+from chairlift.models.blocks import Block, LayerWeights, Pass
 from chairlift.models.experts import MXFP4_BLOCKS, MXFP4_GROUP, MXFP4_SCALES, Experts, has_matrices, whole_name
 
 
@@ -23,7 +23,7 @@ class Mixture(Block):
         super().__init__(weights)
         config, names, source = weights.config, experts.names, weights.source
         self._activation, self._count = config.family.activation, experts.count
-        self.norm = mlp_norm(weights)
+        self.norm, self.parallel = weights.stream_norm(config.family.norms.mlp), config.family.parallel
         self._gated = names.shared_gate is not None
         router = {f"{weights.prefix}{name}.weight": size for name, size in experts.router_rows.items()}
         matrices = {name: source.take(name, size, config.hidden_size) for name, size in router.items()}

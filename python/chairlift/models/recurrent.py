@@ -23,7 +23,7 @@ class Recurrent(Block):
         super().__init__(weights)
         config, prefix = weights.config, weights.prefix + layers.names.prefix
         self._state_index = sum(layers.layers[: weights.index])
-        self.norm = weights.norm(config.family.norms.attention)
+        self.norm = weights.stream_norm(config.family.norms.attention)
         kind, source = layers.names.kind, weights.source
         if kind is RecurrentKind.DELTA:
             self._projections = _delta_projections(weights, layers, self.norm.device)

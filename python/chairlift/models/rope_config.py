@@ -19,7 +19,7 @@ _ALIASES = {"su": "longrope", "mrope": "default"}
 _KNOWN = {
     *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor"),
-    *("low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned"),
+    *("low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned", "alpha"),
 }
 """The entries of rotary parameters that are read, or that matter for images alone."""
 
@@ -46,7 +46,8 @@ def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int,
     # transformers 5 has a table for each kind of layer. Earlier versions have a separate number for layers with a window.
     tables = parse_table(raw, "rope_parameters")
     everywhere = raw | {"rope_parameters": tables.get("full_attention")}
-    local = {"rope_theta": raw.get("rope_local_base_freq") or family.local_theta, "rope_parameters": tables.get("sliding_attention")}
+    usual = raw.get("rope_theta") if family.local_theta == family.theta else None  # OLMo 3 has one number for all layers
+    local = {"rope_theta": raw.get("rope_local_base_freq") or usual, "rope_parameters": tables.get("sliding_attention")}
     local["max_position_embeddings"] = raw.get("max_position_embeddings")
     return _parse(everywhere, family, family.theta, head_dims[0]), _parse(local, family, family.local_theta, head_dims[1])
 
@@ -84,6 +85,9 @@ def _parse(raw: Mapping[str, Any], family: Architecture, theta: float, head_dim:
     named = table.get("rope_type", table.get("type")) or "default"
     # Phi-3's first checkpoints say yarn.
     kind = "longrope" if "short_factor" in table else _ALIASES.get(str(named), str(named))
+    alpha = table.get("alpha") if kind == "dynamic" else None
+    if alpha:  # Hunyuan's, whose frequencies are the same for all lengths
+        kind = "default"
     if kind not in KINDS or "long_mscale" in table:
         raise NoNativeModel(f"rope type {named!r} has no code of ours (there is for {', '.join(KINDS)})")
     if kind == "dynamic":  # as in transformers and vLLM, which do not read the length of training from the table
@@ -92,6 +96,8 @@ def _parse(raw: Mapping[str, Any], family: Architecture, theta: float, head_dim:
     if kind in ("yarn", "longrope") and table.get("factor") is None:
         table["factor"] = parse_size(raw, "max_position_embeddings") / parse_size(table, "original_max_position_embeddings")
     base = parse_number(table, "rope_theta", raw.get("rope_theta") or theta)
+    if alpha:
+        base *= parse_number(table, "alpha") ** (head_dim / (head_dim - 2))
     if kind == "yarn" and base <= 1:
         raise UnsupportedModel(f"config.json: rope_theta must be more than 1 with YaRN, got {base}")
     usual = raw["rotary_dim"] / head_dim if is_positive(raw.get("rotary_dim")) else family.rotary  # MiniMax-M2's name

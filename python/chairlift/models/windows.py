@@ -35,6 +35,8 @@ def parse_rope_layers(raw: dict[str, Any], family: Architecture, layers: int) ->
     """Returns for each layer whether it uses rotary positions."""
     if family.position_type is not None:
         return (raw.get("position_embedding_type", family.position_type) == "rope",) * layers
+    if family.window_rotary and raw.get("sliding_window", family.sliding_window) is not None:
+        return tuple(window is not None for window in parse_windows(raw, family, layers))
     interval = family.no_rope_interval
     if interval is None:
         return (True,) * layers

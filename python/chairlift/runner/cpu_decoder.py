@@ -16,6 +16,9 @@ from chairlift.runner import expert_weights, recurrent_weights
 from chairlift.runner.latent_weights import keys_and_values
 from chairlift.runner.weights import Part, Weights, in_memory, slices, split_rows
 
+Norm = np.ndarray | tuple[np.ndarray, np.ndarray]
+"""The weight of a norm, or the weight and the bias of a layer norm."""
+
 
 def build_decoder(model: ModelConfig, weights: Weights, dtype: str, threads: int, isa: str, longest: int) -> _core.Decoder:
     """Loads and packs all weights, matrix by matrix, for the instruction set `isa`. `longest` is the most tokens of a sequence.
@@ -47,7 +50,7 @@ class _Builder:
             return _core.Decoder(
                 blocks,
                 # The head is linear, so the norm's weight can include the factor of the logits.
-                norm=self.norm(model.family.norms.last) * np.float32(model.scales.logits),
+                norm=self.stream_norm(model.family.norms.last, model.scales.logits),
                 head=head,
                 embedding=None if tied else embedding,
                 layer_embeddings=layer_embeddings,
@@ -100,7 +103,7 @@ class _Builder:
         biases = [self.vector(f"{own}{name}.bias", layers.projected) for name in layers.names.projections] if layers.bias else []
         taps, bias = recurrent_weights.convolution(self.weights, layers, prefix)
         return _core.DecoderBlock.recurrent(
-            norm=self.norm(prefix + model.family.norms.attention),
+            norm=self.input_norm(prefix, model.family.norms.attention),
             in_proj=self.pack([[part] for part in matrices], names, model.hidden_size, biases[0] if biases else None),
             taps=taps,
             bias=bias,
@@ -125,7 +128,7 @@ class _Builder:
         keys_as_values = model.variants is not None and model.variants.keys_as_values and model.windows[index] is None and not shared
         norms = (queries, kv) if model.family.whole_norms else (head_dim, head_dim)
         return _core.DecoderBlock.attention(
-            norm=self.norm(prefix + model.family.norms.attention),
+            norm=self.input_norm(prefix, model.family.norms.attention),
             qkv_proj=self.gated_qkv(outs, head_dim)
             if model.family.gated_attention
             else self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
@@ -135,6 +138,7 @@ class _Builder:
             scale=model.scales.attention,
             temperature=model.temperature,
             qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
+            rotated_first=model.family.rotated_first,
             value_norm=np.ones(head_dim, np.float32) if model.variants and not shared else None,
             rope=rope if model.uses_rope[index] else None,
             softcap=model.scales.scores_cap,
@@ -156,7 +160,7 @@ class _Builder:
             query_up = self.linear({f"{own}q_b_proj": latent.queries}, rank)
         keys, values = keys_and_values(self.weights, latent, own)
         return _core.DecoderBlock.latent_attention(
-            norm=self.norm(prefix + model.family.norms.attention),
+            norm=self.input_norm(prefix, model.family.norms.attention),
             in_proj=in_proj,
             query_norm=query_norm,
             query_up=query_up,
@@ -230,7 +234,8 @@ class _Builder:
         bias = self.vector(f"{prefix}{names.router}.bias", experts.count) if names.biases else None
         choice = experts.choice_bias(self.weights.has, prefix)
         return _core.DecoderBlock.mixture(
-            norm=self.mlp_norm(prefix),
+            norm=self.input_norm(prefix, model.family.norms.mlp),
+            parallel=model.family.parallel,
             router=_core.Linear([[router]], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
             gate_up_proj=gate_up_proj,
             down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
@@ -264,7 +269,8 @@ class _Builder:
         hidden, inner = model.hidden_size, model.inner_of(index)
         outs = self.gate_up(prefix, model.family.projections, inner)
         return _core.DecoderBlock.mlp(
-            norm=self.mlp_norm(prefix),
+            norm=self.input_norm(prefix, model.family.norms.mlp),
+            parallel=model.family.parallel,
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=model.gated),
             down_proj=self.linear({prefix + model.family.projections.down: hidden}, inner, model.mlp_bias),
             activation=model.family.activation,
@@ -278,9 +284,16 @@ class _Builder:
         fused = not names.apart or self.weights.has(f"{prefix}{names.gate_up[0]}.weight")
         return _named(prefix, names.gate_up if fused else names.apart, (inner,) * (2 if self.model.gated else 1))
 
-    def mlp_norm(self, prefix: str) -> np.ndarray:
-        """The norm before a layer's MLP or experts."""
-        return self.norm(prefix + self.model.family.norms.mlp)
+    def input_norm(self, prefix: str, name: str | None) -> Norm | None:
+        """The norm before a block of a layer; None if the architecture has none."""
+        return None if name is None else self.stream_norm(prefix + name)
+
+    def stream_norm(self, name: str, factor: float = 1.0) -> Norm:
+        """A norm of the residual stream, whose result is multiplied by `factor`."""
+        weight, family = self.norm(name) * np.float32(factor), self.model.family
+        if not family.centred:
+            return weight
+        return weight, self.vector(f"{name}.bias", len(weight)) * np.float32(factor) if family.norm_biases else np.zeros_like(weight)
 
     def vector(self, name: str, size: int) -> np.ndarray:
         """A one-dimensional tensor."""

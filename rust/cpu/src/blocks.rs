@@ -6,6 +6,7 @@ use crate::latent::LatentAttention;
 use crate::layer_input::LayerInput;
 use crate::linear::Linear;
 use crate::mlp::{Mlp, ShapeError, check};
+use crate::norm::Norm;
 use crate::recurrent::Recurrent;
 use crate::rope::Rope;
 use crate::simd::Isa;
@@ -30,11 +31,11 @@ pub struct DecoderConfig {
     pub final_softcap: Option<f32>,
 }
 
-/// A block: an input norm, attention, a recurrent layer, an MLP or a mixture of experts, and how the output is added to the residual stream.
+/// A block: its input, attention, a recurrent layer, an MLP or a mixture of experts, and how the output is added to the residual stream.
 #[derive(Debug)]
 pub struct Block {
-    /// Weight of the input norm. `None`: the input is the residual stream itself.
-    pub norm: Option<Vec<f32>>,
+    /// What it reads.
+    pub input: Input,
     /// What is computed.
     pub kind: BlockKind,
     /// Weight of the output norm (Gemma).
@@ -43,6 +44,17 @@ pub struct Block {
     pub residual_scale: f32,
     /// Factor of the residual stream after the block (Gemma 4). 1 unless there is an output norm.
     pub stream_scale: f32,
+}
+
+/// What a block reads.
+#[derive(Debug)]
+pub enum Input {
+    /// The residual stream (OLMo 2).
+    Stream,
+    /// The normalised residual stream.
+    Normed(Norm),
+    /// What the block before it reads, which is one of attention without an output norm (Cohere).
+    Before,
 }
 
 /// The computation of a block.
@@ -75,6 +87,8 @@ pub struct SelfAttention {
     pub o_proj: Linear,
     /// Weights of the query norm and the key norm, which apply to each head (Qwen 3, Gemma 3) or to all heads together (`OLMoE`).
     pub qk_norm: Option<[Vec<f32>; 2]>,
+    /// Whether queries and keys are rotated before they are normalised (Hunyuan).
+    pub rotated_first: bool,
     /// Weight of the norm of each head's values (Gemma 4).
     pub value_norm: Option<Vec<f32>>,
     /// Index of the rotary embedding in [`DecoderConfig::ropes`]. `None`: the layer has no positional embedding (`SmolLM3`).
@@ -114,7 +128,8 @@ impl DecoderConfig {
 impl Block {
     pub(crate) fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
         let hidden = config.hidden_size;
-        check([&self.norm, &self.post_norm].into_iter().flatten().all(|norm| norm.len() == hidden), "norms")?;
+        let fits = if let Input::Normed(norm) = &self.input { norm.fits(hidden) } else { true };
+        check(fits && self.post_norm.as_ref().is_none_or(|norm| norm.len() == hidden), "norms")?;
         check(self.residual_scale.is_finite(), "residual scales")?;
         let scalable = self.post_norm.is_some() || self.stream_scale.to_bits() == 1.0_f32.to_bits();
         check(self.stream_scale.is_finite() && scalable, "scales of the residual stream")?;
@@ -126,6 +141,11 @@ impl Block {
             BlockKind::Mixture(mixture) => mixture.check(isa, hidden),
             BlockKind::LayerInput(input) => input.check(isa, hidden),
         }
+    }
+
+    /// Whether it reads what the block before it reads.
+    pub(crate) fn reads_before(&self) -> bool {
+        matches!(self.input, Input::Before)
     }
 
     /// The block's first and second linear layer, which adapters can update. `None` for other blocks than ordinary attention and MLPs.

@@ -12,7 +12,7 @@ use crate::layer_input::LayerEmbeddings;
 use crate::linear::{Epilogue, Linear, Rows};
 use crate::lora::{self, AdaptedRows, Adapter};
 use crate::mlp::{ShapeError, check};
-use crate::norm::{RmsNorm, scale_to_one};
+use crate::norm::{Norm, scale_to_one};
 use crate::pass::recurrent::Recurrence;
 use crate::pass::{Buffers, Pass, Spare};
 use crate::pool::ThreadPool;
@@ -30,7 +30,7 @@ pub struct Decoder {
     pool: Arc<Mutex<ThreadPool>>,
     config: DecoderConfig,
     blocks: Vec<Block>,
-    norm: Vec<f32>,
+    norm: Norm,
     /// The embedding matrix. `None` if it is the head's matrix.
     embedding: Option<Matrix>,
     layer_embeddings: Option<LayerEmbeddings>,
@@ -53,7 +53,7 @@ impl Decoder {
         pool: ThreadPool,
         config: DecoderConfig,
         blocks: Vec<Block>,
-        norm: Vec<f32>,
+        norm: Norm,
         embedding: Option<Matrix>,
         layer_embeddings: Option<LayerEmbeddings>,
         head: Linear,
@@ -61,12 +61,13 @@ impl Decoder {
         let (isa, hidden) = (head.matrix.isa, config.hidden_size);
         config.check()?;
         blocks.iter().try_for_each(|block| block.check(isa, &config))?;
-        check(norm.len() == hidden, "norms")?;
+        check(norm.fits(hidden), "norms")?;
         let vocabulary = embedding.as_ref().unwrap_or(&head.matrix).outs;
         for matrix in embedding.iter().chain([&head.matrix]) {
             check(matrix.is(isa, matrix.outs, hidden, Merge::Stacked), "embeddings")?;
         }
         check_places(&config, &blocks)?;
+        check_inputs(&blocks)?;
         check_states(&blocks, hidden)?;
         layer_embeddings.iter().try_for_each(|own| own.check(isa, vocabulary, hidden))?;
         let served = |block: &Block| match (&block.kind, &layer_embeddings) {
@@ -200,8 +201,7 @@ impl Decoder {
         pool.run(|worker| {
             let linear = &mut scratch[worker.index()].lock().unwrap_or_else(PoisonError::into_inner).linear;
             packed.pack(worker, isa, head, linear, |i, row| {
-                let x = &states[at[i] as usize * hidden..][..hidden];
-                isa.run(RmsNorm { x, weight: norm, eps, out: row });
+                norm.apply(isa, eps, &states[at[i] as usize * hidden..][..hidden], row);
             });
             packed.multiply(worker, isa, head, out, outs, epilogue, linear);
         });
@@ -213,8 +213,7 @@ impl Decoder {
         let DecoderConfig { hidden_size: hidden, rms_norm_eps: eps, .. } = self.config;
         assert!(out.len() >= at.len() * hidden && at.iter().all(|&t| (t as usize) < self.tokens), "places of the last step");
         for (&t, row) in at.iter().zip(out.chunks_exact_mut(hidden)) {
-            let x = &self.buffers.hidden[t as usize * hidden..][..hidden];
-            self.isa.run(RmsNorm { x, weight: &self.norm, eps, out: row });
+            self.norm.apply(self.isa, eps, &self.buffers.hidden[t as usize * hidden..][..hidden], row);
             scale_to_one(row);
         }
     }
@@ -245,6 +244,13 @@ fn check_places(config: &DecoderConfig, blocks: &[Block]) -> Result<(), ShapeErr
         *written += usize::from(!shared);
         Ok(())
     })
+}
+
+/// Checks that blocks that read what the block before them reads follow attention, which keeps it where outputs are normalised.
+fn check_inputs(blocks: &[Block]) -> Result<(), ShapeError> {
+    let keeps = |block: &Block| matches!(block.kind, BlockKind::Attention(_)) && block.post_norm.is_none();
+    let first = blocks.first().is_none_or(|block| !block.reads_before());
+    check(first && blocks.windows(2).all(|pair| !pair[1].reads_before() || keeps(&pair[0])), "inputs of blocks")
 }
 
 /// The dimensions of a state, those of the first recurrent layer. `None` if there is none.

@@ -17,12 +17,13 @@ use std::sync::{Mutex, PoisonError};
 use crate::aligned::AlignedVec;
 use crate::linear::Rows;
 use crate::mlp::{ShapeError, check};
+use crate::norm::Norm;
 use crate::pool::ThreadPool;
 use crate::simd::Isa;
 use crate::weights::{Matrix, Merge};
 use pass::{Buffers, Pass, Scratch};
 
-pub use blocks::{Dense, DenseActivation, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Norm, TextAttention};
+pub use blocks::{Dense, DenseActivation, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, TextAttention};
 
 /// The embeddings of tokens, positions and token types.
 #[derive(Debug)]

@@ -40,12 +40,12 @@ mod unsafe_slice;
 mod weights;
 mod zeroed;
 
-pub use blocks::{Block, BlockKind, DecoderConfig, SelfAttention, Temperature};
+pub use blocks::{Block, BlockKind, DecoderConfig, Input, SelfAttention, Temperature};
 pub use cache::{KvHeads, KvPlace};
 pub use decoder::Decoder;
 pub use encoder::{
-    Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, Norm, PartialText,
-    Pooling, TextAttention, TextError,
+    Dense, DenseActivation, Embeddings, Encoder, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Head, PartialText, Pooling,
+    TextAttention, TextError,
 };
 pub use experts::{Mixture, MixtureNorms, SharedExpert};
 pub use grids::{GridError, provide_grid};
@@ -54,6 +54,7 @@ pub use layer_input::{LayerEmbeddings, LayerInput};
 pub use linear::{Activation, Linear};
 pub use lora::{Adapter, LowRank, Update};
 pub use mlp::{Inner, Mlp, ShapeError};
+pub use norm::Norm;
 pub use pool::{Progress, ThreadPool, Worker};
 pub use recurrent::{Heads, Recurrent, RecurrentKind, Rule};
 pub use rope::Rope;

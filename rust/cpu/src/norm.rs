@@ -1,6 +1,29 @@
 //! Root-mean-square normalisation (Zhang and Sennrich, 2019) and layer normalisation (Ba, Kiros and Hinton, 2016).
 
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Isa, Kernel, Simd};
+
+/// A layer norm, or without a bias a root-mean-square norm.
+#[derive(Debug)]
+pub struct Norm {
+    /// Factor of each number.
+    pub weight: Vec<f32>,
+    /// Summand of each number.
+    pub bias: Option<Vec<f32>>,
+}
+
+impl Norm {
+    /// Normalises `x` and writes the result to `out`.
+    pub(crate) fn apply(&self, isa: Isa, eps: f32, x: &[f32], out: &mut [f32]) {
+        match &self.bias {
+            Some(bias) => isa.run(LayerNorm { x, weight: &self.weight, bias, eps, out }),
+            None => isa.run(RmsNorm { x, weight: &self.weight, eps, out }),
+        }
+    }
+
+    pub(crate) fn fits(&self, size: usize) -> bool {
+        self.weight.len() == size && self.bias.as_ref().is_none_or(|bias| bias.len() == size)
+    }
+}
 
 /// Scales `x` to root mean square 1, multiplies it by `weight`, and writes it to `out`. All three have the same length.
 pub(crate) struct RmsNorm<'a> {

@@ -6,7 +6,7 @@ pub(crate) mod recurrent;
 
 use crate::aligned::AlignedVec;
 use crate::attention::{self, Attention, Plan};
-use crate::blocks::{Block, BlockKind, DecoderConfig, SelfAttention};
+use crate::blocks::{Block, BlockKind, DecoderConfig, Input, SelfAttention};
 use crate::cache::{KvDType, Pages};
 use crate::hadamard::Hadamard;
 use crate::layer_input::{LayerEmbeddings, LayerInput};
@@ -34,7 +34,7 @@ pub(crate) struct Buffers {
     attended: AlignedVec<f32>,
     /// Inputs of `down_proj`, \[tokens\]\[the largest inner width\].
     inner: AlignedVec<f32>,
-    /// Outputs of a block before the output norm, \[tokens\]\[hidden size\].
+    /// Outputs of a block before the output norm, or the input of attention that the next block reads too, \[tokens\]\[hidden size\].
     output: AlignedVec<f32>,
     /// Cos/sin tables, \[tokens\]\[ropes\].
     cos_sin: AlignedVec<f32>,
@@ -141,11 +141,12 @@ impl<'a> Pass<'a> {
             self.embed_layers(worker, spare, own);
         }
         for (index, block) in blocks.iter().enumerate() {
+            let kept = blocks.get(index + 1).is_some_and(Block::reads_before);
             let linears = block.adaptable();
             let deltas = |which: usize| self.adapted?.layer(index, which, &linears?[which].matrix);
             let deltas = [deltas(0), deltas(1)];
             match &block.kind {
-                BlockKind::Attention(attention) => self.attend(worker, spare, block, attention, deltas),
+                BlockKind::Attention(attention) => self.attend(worker, spare, block, attention, deltas, kept),
                 BlockKind::Latent(attention) => self.attend_latent(worker, spare, block, attention),
                 BlockKind::Recurrent(recurrent) => self.recur(worker, spare, block, recurrent),
                 BlockKind::Mlp(mlp) => self.feed(worker, spare, block, mlp, deltas),
@@ -178,7 +179,7 @@ impl<'a> Pass<'a> {
     fn embed_layers(&self, worker: &mut Worker<'_>, spare: &mut Spare, own: &LayerEmbeddings) {
         let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
         let (all, width) = (own.table.ins, own.width());
-        self.pack_normed(worker, spare, None, &own.projection, None);
+        self.pack_input(worker, spare, &Input::Stream, &own.projection, None, false);
         self.multiply(worker, spare, &own.projection, None, self.layer_embeddings, all, Epilogue::Store);
         let Spare { row, normed, .. } = spare;
         row.resize(all, 0.0);
@@ -199,7 +200,7 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// Runs an attention block.
+    /// Runs an attention block, whose input is `kept` for the next one.
     fn attend(
         &self,
         worker: &mut Worker<'_>,
@@ -207,10 +208,11 @@ impl<'a> Pass<'a> {
         block: &Block,
         attention: &SelfAttention,
         deltas: [Option<Deltas<'a>>; 2],
+        kept: bool,
     ) {
         let (width, (queries, _)) = (attention.qkv_width(self.config), attention.widths(self.config));
         let (plan, pages) = (&self.plans[attention.kv.cache], self.pages[attention.kv.cache]);
-        self.pack_normed(worker, spare, block.norm.as_deref(), &attention.qkv_proj, deltas[0]);
+        self.pack_input(worker, spare, &block.input, &attention.qkv_proj, deltas[0], kept);
         self.multiply(worker, spare, &attention.qkv_proj, deltas[0], self.qkv, width, Epilogue::Store);
         worker.parallel_for(self.step.input_ids.len(), |t| self.write_kv(t, attention, pages, &mut spare.row));
         worker.parallel_for(plan.len(), |task| {
@@ -257,6 +259,16 @@ impl<'a> Pass<'a> {
         // SAFETY: only index t writes this row in this phase (see `Pass`).
         let row = unsafe { self.qkv.write(t * width, queries + 2 * kv) };
         let (heads, values) = row.split_at_mut(queries + kv);
+        let turn = |heads: &mut [f32]| {
+            if let Some(rope) = attention.rope {
+                // SAFETY: an earlier phase wrote this row (see `Pass`).
+                let cos_sin = unsafe { self.cos_sin_of(t, rope) };
+                self.isa.run(Rotate { heads, head_dim: pages.shape.head_dim, cos_sin, adjacent: false });
+            }
+        };
+        if attention.rotated_first {
+            turn(heads);
+        }
         let (query_heads, keys) = heads.split_at_mut(queries);
         let [query_norm, key_norm] = attention.qk_norm.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
         for (heads, weight) in [(query_heads, query_norm), (keys, key_norm), (values, attention.value_norm.as_ref())] {
@@ -267,10 +279,8 @@ impl<'a> Pass<'a> {
                 x.copy_from_slice(spare);
             }
         }
-        if let Some(rope) = attention.rope {
-            // SAFETY: an earlier phase wrote this row (see `Pass`).
-            let cos_sin = unsafe { self.cos_sin_of(t, rope) };
-            self.isa.run(Rotate { heads, head_dim: pages.shape.head_dim, cos_sin, adjacent: false });
+        if !attention.rotated_first {
+            turn(heads);
         }
         if let Some(temperature) = attention.temperature {
             let factor = temperature.factor(self.step.positions[t]);
@@ -299,7 +309,7 @@ impl<'a> Pass<'a> {
     /// Runs an MLP.
     fn feed(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &Mlp, deltas: [Option<Deltas<'a>>; 2]) {
         let inner = mlp.width();
-        self.pack_normed(worker, spare, block.norm.as_deref(), &mlp.gate_up_proj, deltas[0]);
+        self.pack_input(worker, spare, &block.input, &mlp.gate_up_proj, deltas[0], false);
         self.multiply(worker, spare, &mlp.gate_up_proj, deltas[0], self.inner, inner, mlp.inner.epilogue());
         self.add(worker, spare, block, &mlp.down_proj, deltas[1], |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
@@ -311,7 +321,7 @@ impl<'a> Pass<'a> {
     fn add_layer_input(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, input: &LayerInput) {
         let width = input.gate.matrix.outs;
         let all = self.own.map_or(0, |own| own.table.ins);
-        self.pack_normed(worker, spare, block.norm.as_deref(), &input.gate, None);
+        self.pack_input(worker, spare, &block.input, &input.gate, None, false);
         self.multiply(worker, spare, &input.gate, None, self.inner, width, Epilogue::Store);
         self.add(worker, spare, block, &input.projection, None, |t, out| {
             // SAFETY: earlier phases wrote these rows, and only the index that packs the row uses them in this phase (see `Pass`).
@@ -340,22 +350,42 @@ impl<'a> Pass<'a> {
         self.packed.with(deltas).multiply(worker, self.isa, linear, out, stride, epilogue, &mut spare.linear);
     }
 
-    /// Normalises the residual stream, if there is a norm, and packs it for `linear`.
-    fn pack_normed(&self, worker: &mut Worker<'_>, spare: &mut Spare, weight: Option<&[f32]>, linear: &Linear, deltas: Option<Deltas<'a>>) {
+    /// Packs the input of a block for `linear`. If it is `kept`, [`Input::Before`] reads it.
+    fn pack_input(
+        &self,
+        worker: &mut Worker<'_>,
+        spare: &mut Spare,
+        input: &Input,
+        linear: &Linear,
+        deltas: Option<Deltas<'a>>,
+        kept: bool,
+    ) {
         let hidden_size = self.config.hidden_size;
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, |t, out| {
-            // SAFETY: an earlier phase wrote this row (see `Pass`).
-            self.normalise(weight, unsafe { self.hidden.read(t * hidden_size, hidden_size) }, out);
+            self.read_input(input, t, out);
+            if kept {
+                // SAFETY: only the index that packs the row writes its copy (see `Pass`).
+                unsafe { self.output.write(t * hidden_size, hidden_size) }.copy_from_slice(out);
+            }
             keep(deltas, t, out);
         });
     }
 
-    /// Writes the normalised state `x` to `out`, or `x` itself if there is no norm.
-    fn normalise(&self, weight: Option<&[f32]>, x: &[f32], out: &mut [f32]) {
-        match weight {
-            Some(weight) => self.isa.run(RmsNorm { x, weight, eps: self.config.rms_norm_eps, out }),
-            None => out.copy_from_slice(x),
+    /// Writes the input of a block for token `t` to `out`.
+    fn read_input(&self, input: &Input, t: usize, out: &mut [f32]) {
+        let hidden = self.config.hidden_size;
+        let rows = if let Input::Before = input { self.output } else { self.hidden };
+        // SAFETY: an earlier phase wrote this row (see `Pass`).
+        let x = unsafe { rows.read(t * hidden, hidden) };
+        match input {
+            Input::Normed(norm) => norm.apply(self.isa, self.config.rms_norm_eps, x, out),
+            Input::Stream | Input::Before => out.copy_from_slice(x),
         }
+    }
+
+    /// Scales `x` to root mean square 1, multiplies it by `weight`, and writes it to `out`.
+    fn normalise(&self, weight: &[f32], x: &[f32], out: &mut [f32]) {
+        self.isa.run(RmsNorm { x, weight, eps: self.config.rms_norm_eps, out });
     }
 
     /// Multiplies the rows that `read` gives by `linear` and adds the block's output to the residual stream.
@@ -391,7 +421,7 @@ impl<'a> Pass<'a> {
         let output = match &block.post_norm {
             Some(weight) => {
                 normed.resize(output.len(), 0.0);
-                self.isa.run(RmsNorm { x: output, weight, eps: self.config.rms_norm_eps, out: normed });
+                self.normalise(weight, output, normed);
                 &*normed
             }
             None => output,

@@ -68,27 +68,49 @@ pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
 impl DecoderBlock {
     fn of(
         py: Python<'_>,
-        norm: Option<PyBuffer<f32>>,
+        input: cpu::Input,
         kind: cpu::BlockKind,
         post_norm: Option<PyBuffer<f32>>,
         residual_scale: f32,
         stream_scale: f32,
     ) -> PyResult<Self> {
-        let [norm, post_norm] = [norm, post_norm].map(|norm| norm.map(|norm| norm.to_vec(py)).transpose());
-        Ok(Self(Mutex::new(Some(cpu::Block { norm: norm?, kind, post_norm: post_norm?, residual_scale, stream_scale }))))
+        let post_norm = post_norm.map(|norm| norm.to_vec(py)).transpose()?;
+        Ok(Self(Mutex::new(Some(cpu::Block { input, kind, post_norm, residual_scale, stream_scale }))))
     }
+}
+
+/// The weight of a norm, or the weight and the bias of a layer norm.
+#[derive(FromPyObject)]
+enum NormArgs {
+    Root(PyBuffer<f32>),
+    Layer(PyBuffer<f32>, PyBuffer<f32>),
+}
+
+impl NormArgs {
+    fn read(&self, py: Python<'_>) -> PyResult<cpu::Norm> {
+        Ok(match self {
+            Self::Root(weight) => cpu::Norm { weight: weight.to_vec(py)?, bias: None },
+            Self::Layer(weight, bias) => cpu::Norm { weight: weight.to_vec(py)?, bias: Some(bias.to_vec(py)?) },
+        })
+    }
+}
+
+/// What a block reads: the input of the block before it if it is `parallel`.
+fn input_of(py: Python<'_>, norm: Option<&NormArgs>, parallel: bool) -> PyResult<cpu::Input> {
+    let normed = norm.map(|norm| norm.read(py)).transpose()?.map_or(cpu::Input::Stream, cpu::Input::Normed);
+    Ok(if parallel { cpu::Input::Before } else { normed })
 }
 
 #[pymethods]
 impl DecoderBlock {
     #[staticmethod]
     #[pyo3(signature = (
-        *, norm, qkv_proj, kv, o_proj, scale, gated=false, temperature=None, qk_norm=None, value_norm=None, rope=None, softcap=None,
-        window=None, sinks=None, post_norm=None, residual_scale=1.0
+        *, norm, qkv_proj, kv, o_proj, scale, gated=false, temperature=None, qk_norm=None, rotated_first=false, value_norm=None,
+        rope=None, softcap=None, window=None, sinks=None, post_norm=None, residual_scale=1.0
     ))]
     fn attention(
         py: Python<'_>,
-        norm: PyBuffer<f32>,
+        norm: Option<NormArgs>,
         qkv_proj: &Linear,
         kv: (usize, usize, bool),
         o_proj: &Linear,
@@ -96,6 +118,7 @@ impl DecoderBlock {
         gated: bool,
         temperature: Option<(f32, i32)>,
         qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
+        rotated_first: bool,
         value_norm: Option<PyBuffer<f32>>,
         rope: Option<usize>,
         softcap: Option<f32>,
@@ -110,9 +133,22 @@ impl DecoderBlock {
         let sinks = sinks.map(|sinks| sinks.to_vec(py)).transpose()?;
         let value_norm = value_norm.map(|norm| norm.to_vec(py)).transpose()?;
         let temperature = temperature.map(|(beta, span)| cpu::Temperature { beta, span });
-        let attention =
-            cpu::SelfAttention { qkv_proj, gated, kv, o_proj, qk_norm, value_norm, rope, scale, temperature, softcap, window, sinks };
-        Self::of(py, Some(norm), cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
+        let attention = cpu::SelfAttention {
+            qkv_proj,
+            gated,
+            kv,
+            o_proj,
+            qk_norm,
+            rotated_first,
+            value_norm,
+            rope,
+            scale,
+            temperature,
+            softcap,
+            window,
+            sinks,
+        };
+        Self::of(py, input_of(py, norm.as_ref(), false)?, cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
     }
 
     #[staticmethod]
@@ -121,7 +157,7 @@ impl DecoderBlock {
     ))]
     fn latent_attention(
         py: Python<'_>,
-        norm: PyBuffer<f32>,
+        norm: NormArgs,
         in_proj: &Linear,
         latent_norm: PyBuffer<f32>,
         key_up: &Linear,
@@ -149,14 +185,14 @@ impl DecoderBlock {
             adjacent,
             scale,
         };
-        Self::of(py, Some(norm), cpu::BlockKind::Latent(Box::new(attention)), None, 1.0, 1.0)
+        Self::of(py, input_of(py, Some(&norm), false)?, cpu::BlockKind::Latent(Box::new(attention)), None, 1.0, 1.0)
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, norm, in_proj, taps, out_proj, layer, bias=None, heads=None, residual_scale=1.0))]
     fn recurrent(
         py: Python<'_>,
-        norm: PyBuffer<f32>,
+        norm: NormArgs,
         in_proj: &Linear,
         taps: PyBuffer<f32>,
         out_proj: &Linear,
@@ -172,23 +208,24 @@ impl DecoderBlock {
         let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
         let (in_proj, out_proj, taps) = (in_proj.take()?, out_proj.take()?, taps.to_vec(py)?);
         let recurrent = cpu::Recurrent { in_proj, taps, bias, kind, out_proj, layer };
-        Self::of(py, Some(norm), cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0)
+        Self::of(py, input_of(py, Some(&norm), false)?, cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0)
     }
 
     #[staticmethod]
-    #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", post_norm=None, residual_scale=1.0, stream_scale=1.0))]
+    #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", parallel=false, post_norm=None, residual_scale=1.0, stream_scale=1.0))]
     fn mlp(
         py: Python<'_>,
-        norm: PyBuffer<f32>,
+        norm: Option<NormArgs>,
         gate_up_proj: &Linear,
         down_proj: &Linear,
         activation: &str,
+        parallel: bool,
         post_norm: Option<PyBuffer<f32>>,
         residual_scale: f32,
         stream_scale: f32,
     ) -> PyResult<Self> {
         let mlp = mlp_of(gate_up_proj, down_proj, inner_of(activation)?)?;
-        Self::of(py, Some(norm), cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale)
+        Self::of(py, input_of(py, norm.as_ref(), parallel)?, cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale)
     }
 
     #[staticmethod]
@@ -204,23 +241,24 @@ impl DecoderBlock {
     ) -> PyResult<Self> {
         let activation = activation_of(activation)?;
         let input = cpu::LayerInput { gate: gate.take()?, projection: projection.take()?, layer, activation };
-        Self::of(py, None, cpu::BlockKind::LayerInput(input), Some(post_norm), 1.0, stream_scale)
+        Self::of(py, cpu::Input::Stream, cpu::BlockKind::LayerInput(input), Some(post_norm), 1.0, stream_scale)
     }
 
     #[staticmethod]
     #[pyo3(signature = (
-        *, norm, router, gate_up_proj, down_proj, scores, used, activation="silu", clamp=None, bias=None, groups=None, normalised=None,
-        scale=1.0, expert_scales=None, shared=None, shared_gate=false, norms=None, post_norm=None, residual_scale=1.0, stream_scale=1.0
+        *, norm, router, gate_up_proj, down_proj, scores, used, activation="silu", parallel=false, clamp=None, bias=None, groups=None,
+        normalised=None, scale=1.0, expert_scales=None, shared=None, shared_gate=false, norms=None, post_norm=None, residual_scale=1.0, stream_scale=1.0
     ))]
     fn mixture(
         py: Python<'_>,
-        norm: PyBuffer<f32>,
+        norm: Option<NormArgs>,
         router: &Linear,
         gate_up_proj: &Linear,
         down_proj: &Linear,
         scores: &str,
         used: usize,
         activation: &str,
+        parallel: bool,
         clamp: Option<(f32, f32)>,
         bias: Option<PyBuffer<f32>>,
         groups: Option<(usize, usize, usize)>,
@@ -262,7 +300,14 @@ impl DecoderBlock {
             shared: shared.transpose()?,
             norms: norms.transpose()?,
         };
-        Self::of(py, Some(norm), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, stream_scale)
+        Self::of(
+            py,
+            input_of(py, norm.as_ref(), parallel)?,
+            cpu::BlockKind::Mixture(Box::new(mixture)),
+            post_norm,
+            residual_scale,
+            stream_scale,
+        )
     }
 }
 
@@ -328,7 +373,7 @@ impl Decoder {
     fn new(
         py: Python<'_>,
         blocks: Vec<PyRef<'_, DecoderBlock>>,
-        norm: PyBuffer<f32>,
+        norm: NormArgs,
         head: &Linear,
         embedding: Option<&Linear>,
         layer_embeddings: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>, PyBuffer<f32>)>,
@@ -358,7 +403,7 @@ impl Decoder {
             let (table, projection) = (table.take()?.into_matrix(), projection.take()?);
             Ok::<_, PyErr>(cpu::LayerEmbeddings { table, projection, norm: norm.to_vec(py)? })
         });
-        let (norm, head) = (norm.to_vec(py)?, head.take()?);
+        let (norm, head) = (norm.read(py)?, head.take()?);
         let pool = started(threads)?;
         let progress = pool.progress();
         let decoder = cpu::Decoder::new(pool, config, blocks, norm, embedding, layer_embeddings.transpose()?, head);

@@ -4,8 +4,8 @@ mod adapters;
 
 use crate::cache::{KvCache, KvDType, KvShape};
 use crate::{
-    Activation, Block, BlockKind, DType, Decoder, DecoderConfig, Inner, Isa, KvHeads, KvPlace, Linear, Matrix, Merge, Mlp, Numbers, Rope,
-    SelfAttention, Source, Step, StepError, Tensor, ThreadPool,
+    Activation, Block, BlockKind, DType, Decoder, DecoderConfig, Inner, Input, Isa, KvHeads, KvPlace, Linear, Matrix, Merge, Mlp, Norm,
+    Numbers, Rope, SelfAttention, Source, Step, StepError, Tensor, ThreadPool,
 };
 
 const HIDDEN: usize = 48;
@@ -60,6 +60,10 @@ fn config(hidden_size: usize, num_heads: usize, num_kv_heads: usize, head_dim: u
     DecoderConfig { hidden_size, num_heads, kv_heads, rms_norm_eps: EPS, ropes, embedding_scale: 1.0, final_softcap: None }
 }
 
+fn rms(weight: Vec<f32>) -> Norm {
+    Norm { weight, bias: None }
+}
+
 /// Weights, row by row. Vectors of vectors have one entry per layer.
 #[derive(Clone)]
 struct Weights {
@@ -112,6 +116,7 @@ impl Weights {
                 kv: KvPlace { cache: 0, layer: i, shared: false },
                 gated: false,
                 qk_norm: None,
+                rotated_first: false,
                 value_norm: None,
                 rope: Some(0),
                 scale: 1.0 / (HEAD as f32).sqrt(),
@@ -126,12 +131,13 @@ impl Weights {
                 inner: Inner::Gated(Activation::Silu),
             };
             for (kind, norm) in [BlockKind::Attention(attention), BlockKind::Mlp(mlp)].into_iter().zip(&self.norms[2 * i..]) {
-                blocks.push(Block { norm: Some(norm.clone()), kind, post_norm: None, residual_scale: 1.0, stream_scale: 1.0 });
+                let input = Input::Normed(rms(norm.clone()));
+                blocks.push(Block { input, kind, post_norm: None, residual_scale: 1.0, stream_scale: 1.0 });
             }
         }
         let head = linear(&[&self.embedding], HIDDEN, Merge::Stacked, None);
         let config = config(HIDDEN, HEADS, KV_HEADS, HEAD, self.frequencies.clone());
-        Decoder::new(ThreadPool::new(threads).expect("threads"), config, blocks, self.norms[2 * LAYERS].clone(), None, None, head)
+        Decoder::new(ThreadPool::new(threads).expect("threads"), config, blocks, rms(self.norms[2 * LAYERS].clone()), None, None, head)
             .expect("all fits")
     }
 
@@ -353,18 +359,18 @@ fn weights_that_do_not_fit_each_other_are_refused() {
     let wide = |outs: usize, ins: usize| Linear::new(packed(Isa::best(), outs, ins), None);
     let made = |norm: usize, head: Linear| {
         let config = config(8, 2, 1, 4, vec![1.0, 0.1]);
-        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; norm], None, None, head).is_ok()
+        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), rms(vec![1.0; norm]), None, None, head).is_ok()
     };
     assert!(made(8, wide(10, 8)));
     assert!(!made(7, wide(10, 8)));
     assert!(!made(8, wide(10, 9)));
     for isa in Isa::available() {
         let (config, embedding) = (config(8, 2, 1, 4, vec![1.0, 0.1]), Some(packed(isa, 10, 8)));
-        let made = Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], embedding, None, wide(10, 8));
+        let made = Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), rms(vec![1.0; 8]), embedding, None, wide(10, 8));
         assert_eq!(made.is_ok(), isa == Isa::best(), "all weights must be packed for one instruction set");
     }
     let with = |config: DecoderConfig| {
-        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), vec![1.0; 8], None, None, wide(10, 8)).is_ok()
+        Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), rms(vec![1.0; 8]), None, None, wide(10, 8)).is_ok()
     };
     assert!(with(config(8, 2, 1, 4, vec![1.0])), "a part of a head's numbers may be turned");
     assert!(!with(config(8, 2, 1, 4, vec![1.0; 3])));

@@ -2,7 +2,7 @@
 
 use crate::linear::{Activation, Linear};
 use crate::mlp::{ShapeError, check};
-use crate::norm::{LayerNorm, RmsNorm};
+use crate::norm::Norm;
 use crate::rope::Rope;
 use crate::simd::Isa;
 use crate::weights::Merge;
@@ -32,15 +32,6 @@ pub struct EncoderConfig {
     pub ropes: Vec<Rope>,
     /// The most tokens of a text.
     pub longest: usize,
-}
-
-/// A layer norm, or without a bias a root-mean-square norm.
-#[derive(Debug)]
-pub struct Norm {
-    /// Factor of each number.
-    pub weight: Vec<f32>,
-    /// Summand of each number.
-    pub bias: Option<Vec<f32>>,
 }
 
 /// A block: attention or an MLP, and which of its input, its output and their sum are normalised.
@@ -131,20 +122,6 @@ impl EncoderConfig {
         let entries = self.num_heads * (2 * self.longest).saturating_sub(1);
         check(self.distances.as_ref().is_none_or(|distances| distances.len() == entries), "distances")?;
         check(self.hidden_size > 0 && self.longest > 0, "sizes")
-    }
-}
-
-impl Norm {
-    /// Normalises `x` and writes the result to `out`.
-    pub(super) fn apply(&self, isa: Isa, eps: f32, x: &[f32], out: &mut [f32]) {
-        match &self.bias {
-            Some(bias) => isa.run(LayerNorm { x, weight: &self.weight, bias, eps, out }),
-            None => isa.run(RmsNorm { x, weight: &self.weight, eps, out }),
-        }
-    }
-
-    pub(super) fn fits(&self, size: usize) -> bool {
-        self.weight.len() == size && self.bias.as_ref().is_none_or(|bias| bias.len() == size)
     }
 }
 

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::attention::{self, Attend, Attention};
-use super::blocks::{Dense, DenseActivation, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, Norm, TextAttention};
+use super::blocks::{Dense, DenseActivation, EncoderBlock, EncoderBlockKind, EncoderConfig, EncoderMlp, TextAttention};
 use super::{Embeddings, Head, Pooling};
 use crate::aligned::AlignedVec;
 use crate::linear::{self, Epilogue, Linear, Packed};
-use crate::norm::{RmsNorm, scale_to_one};
+use crate::norm::{Norm, RmsNorm, scale_to_one};
 use crate::pool::Worker;
 use crate::rope::{Rope, Rotate};
 use crate::simd::Isa;

@@ -146,8 +146,7 @@ impl Pass<'_> {
             let (mlp, inner) = (&shared.mlp, shared.mlp.width());
             let packed = self.packed;
             packed.pack(worker, self.isa, &mlp.gate_up_proj, linear, |t, out| match &mixture.norms {
-                // SAFETY: an earlier phase wrote this row (see `Pass`).
-                Some(_) => self.normalise(block.norm.as_deref(), unsafe { self.hidden.read(t * hidden, hidden) }, out),
+                Some(_) => self.read_input(&block.input, t, out),
                 None => self.copy_normed(t, out),
             });
             packed.multiply(worker, self.isa, &mlp.gate_up_proj, self.inner, inner, mlp.inner.epilogue(), linear);
@@ -169,10 +168,10 @@ impl Pass<'_> {
             // SAFETY: an earlier phase wrote this state, and only the index that packs the row writes its copy (see `Pass`).
             let (x, copy) = unsafe { (self.hidden.read(t * hidden, hidden), normed.write(t * hidden, hidden)) };
             if let Some(norms) = &mixture.norms {
-                self.normalise(Some(&norms.router), x, out);
-                self.normalise(Some(&norms.input), x, copy);
+                self.normalise(&norms.router, x, out);
+                self.normalise(&norms.input, x, copy);
             } else {
-                self.normalise(block.norm.as_deref(), x, out);
+                self.read_input(&block.input, t, out);
                 copy.copy_from_slice(out);
             }
         });
@@ -211,14 +210,14 @@ impl Pass<'_> {
                     self.isa.run(AddScaled { x: outputs.read(row as usize * hidden, hidden), factor: weight, sum });
                 }
                 if let Some(norms) = &mixture.norms {
-                    self.normalise(Some(&norms.output), sum, normed);
+                    self.normalise(&norms.output, sum, normed);
                     sum.copy_from_slice(normed);
                 }
                 if let Some(shared) = &mixture.shared {
                     let gate = if shared.gated { 1.0 / (1.0 + (-logits.read(t * width + experts, 1)[0]).exp()) } else { 1.0 };
                     let mut output = self.output.read(t * hidden, hidden);
                     if let Some(norms) = &mixture.norms {
-                        self.normalise(Some(&norms.shared_output), output, normed);
+                        self.normalise(&norms.shared_output, output, normed);
                         output = normed;
                     }
                     self.isa.run(AddScaled { x: output, factor: gate, sum });

@@ -1,0 +1,35 @@
+"""Command R, Aya, Command R7B and Command A."""
+
+from dataclasses import replace
+
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Norms, Windows
+
+COHERE = Architecture(
+    name="CohereForCausalLM",
+    model_type="cohere",
+    models="Command R, Aya 23 and Aya Expanse",
+    gguf=GGUFFormat(names=("command-r",), keys={"logit_scale": Key("logit_scale", float)}),
+    max_positions=8192,
+    norm_eps="layer_norm_eps",
+    rms_norm_eps=1e-5,
+    tied=True,
+    theta=500_000.0,
+    norms=Norms(mlp=None),
+    centred=True,
+    parallel=True,
+    adjacent_pairs=True,
+    logit_scale=0.0625,
+)
+COHERE2 = replace(
+    COHERE,
+    name="Cohere2ForCausalLM",
+    model_type="cohere2",
+    models="Command R7B, Command A, Tiny Aya",
+    gguf=GGUFFormat(
+        names=("cohere2",), keys={"logit_scale": Key("logit_scale", float), "sliding_window": Key("attention.sliding_window", int)}
+    ),
+    window_rotary=True,
+    windows=Windows.LISTED,
+    sliding_window=4096,
+    window_interval=4,
+)
