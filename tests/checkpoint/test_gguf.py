@@ -78,7 +78,6 @@ GEMMA3_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "fa
 GEMMA3_ROPES |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.25, "logits_scaling": 8.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-OLMO3_ROPES = {"full_attention": {"rope_theta": 5e5, **YARN}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
 
 
 @pytest.mark.parametrize(
@@ -96,11 +95,7 @@ OLMO3_ROPES = {"full_attention": {"rope_theta": 5e5, **YARN}, "sliding_attention
         ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
         ("granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
         ("gemma3_text", {"query_pre_attn_scalar": 16, "final_logit_softcapping": 4.0, "rope_parameters": GEMMA3_ROPES}),
-        ("hunyuan_v1_dense", {"pad_token_id": 0}),
-        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.5, "use_qk_norm": True}),
-        ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": OLMO3_ROPES}),
-        ("cohere2", {"tie_word_embeddings": True, "logit_scale": 0.5, "sliding_window": 9, "num_hidden_layers": 4}),
     ],
 )
 @pytest.mark.slow

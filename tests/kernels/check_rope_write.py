@@ -40,9 +40,7 @@ def test_heads_are_turned_and_stored(heads, kv_heads, dim, block_size, normed, r
     for function in (rope_write, rope_write_reference):
         memory, keys, values = caches(kv_heads, (dim, dim), block_size, dtype)
         qkv = wide.clone()
-        queries = function(
-            qkv[:, :-1], cosines, sines, keys, values, slots, norms=norms, rotated_first=rotated_first, eps=1e-5
-        )
+        queries = function(qkv[:, :-1], cosines, sines, keys, values, slots, norms=norms, rotated_first=rotated_first, eps=1e-5)
         assert queries.data_ptr() == qkv.data_ptr()
         results.append((qkv, memory))
     (found, stored), (expected, right) = results

@@ -17,6 +17,11 @@ def metadata(config: Any, kind: str) -> dict[str, Any]:
     if kind == "ernie4_5-moe":
         values |= {f"{kind}.interleave_moe_layer_step": 1, f"{kind}.leading_dense_block_count": config.moe_layer_start_index}
         values |= {f"{kind}.expert_shared_count": config.moe_num_shared_experts, f"{kind}.expert_shared_feed_forward_length": 64}
+    if kind == "hunyuan-moe":
+        values |= dict.fromkeys(
+            (f"{kind}.expert_feed_forward_length", f"{kind}.expert_shared_feed_forward_length"), config.intermediate_size
+        )
+        values |= {f"{kind}.expert_shared_count": 1}
     if kind == "minimax-m2":
         values |= {f"{kind}.expert_feed_forward_length": config.intermediate_size, f"{kind}.expert_gating_func": 2}
     return values | ({f"{kind}.attention.sliding_window": config.sliding_window} if kind == "gpt-oss" else {})

@@ -45,6 +45,7 @@ ERNIE = {"moe_num_experts": 11, "moe_k": 3, "moe_intermediate_size": 32, "moe_nu
 ERNIE |= {"head_dim": 16, "pad_token_id": 0}
 MINIMAX = {"num_local_experts": 11, "num_experts_per_tok": 3, "head_dim": 16}
 MINIMAX |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+OLMO3_ROPES = {"full_attention": {"rope_theta": 5e5, **YARN}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -74,6 +75,14 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5", {"pad_token_id": 0}),
     ("ernie4_5_moe", ERNIE),
     ("minimax_m2", MINIMAX),
+    ("olmo2", {"pad_token_id": 0}),
+    ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": OLMO3_ROPES}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
+    ("exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
+    ("hunyuan_v1_dense", {"pad_token_id": 0}),
+    ("hunyuan_v1_moe", {"num_experts": 11, "moe_topk": 3, "pad_token_id": 0}),
+    ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    ("cohere2", {"tie_word_embeddings": True, "logit_scale": 0.5, "sliding_window": 5, "num_hidden_layers": 4}),
     *gguf_latent.TINY,
 ]
 """Arguments of `tiny_model` for every architecture that is read from GGUF files."""
@@ -121,7 +130,13 @@ def tiny_model(kind: str, **settings: Any) -> PreTrainedModel:
 def gguf_name(kind: str) -> str:
     """The name of a model type of transformers in GGUF files."""
     names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-    names |= {"hunyuan_v1_dense": "hunyuan-dense", "gpt_oss": "gpt-oss", "mixtral": "llama", "glm4_moe": "glm4moe"}
+    names |= {
+        "hunyuan_v1_dense": "hunyuan-dense",
+        "hunyuan_v1_moe": "hunyuan-moe",
+        "gpt_oss": "gpt-oss",
+        "mixtral": "llama",
+        "glm4_moe": "glm4moe",
+    }
     names |= {"cohere": "command-r", "olmo3": "olmo2", "solar_open": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "minimax_m2": "minimax-m2"}
     names |= {kind: gguf_latent.KIND for kind, _ in gguf_latent.TINY}
     return names.get(kind, kind.removesuffix("_text"))
@@ -160,8 +175,10 @@ def gguf_of(
     if kind in ("command-r", "cohere2"):
         values[f"{kind}.attention.layer_norm_epsilon"] = values.pop(f"{kind}.attention.layer_norm_rms_epsilon")
         values |= {f"{kind}.logit_scale": config.logit_scale, f"{kind}.rope.scaling.type": "none"}
-    if config.model_type in ("cohere2", "olmo3"):
+    if config.model_type in ("cohere2", "olmo3", "exaone4"):
         values |= {f"{kind}.attention.sliding_window": config.sliding_window}
+    if config.model_type == "exaone4" and config.sliding_window:
+        values |= {f"{kind}.attention.sliding_window_pattern": [entry == "sliding_attention" for entry in config.layer_types]}
     if kind == "phi3":
         del values[f"{kind}.attention.key_length"]
         values |= {f"{kind}.rope.dimension_count": int(head_dim * rope["partial_rotary_factor"])}

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from chairlift.architectures.architecture import Architecture, GGUFFormat, Mixture, Norms, Projections
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Mixture, Norms, Projections
 
 TENSORS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
@@ -31,6 +31,7 @@ HUNYUAN_MOE = replace(
             "ffn_up_shexp": "mlp.shared_mlp.up_proj",
             "ffn_down_shexp": "mlp.shared_mlp.down_proj",
         },
+        keys={"num_shared_expert": Key("expert_shared_count", int, 1)},
     ),
     mixture=Mixture(
         router="mlp.gate.wg",
@@ -40,7 +41,7 @@ HUNYUAN_MOE = replace(
         ),
         used="moe_topk",
         inner="intermediate_size",
-        shared_inner="intermediate_size",
+        shared_count=("num_shared_expert", 1),
         normalised=True,
     ),
 )

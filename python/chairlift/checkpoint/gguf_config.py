@@ -107,7 +107,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         config["attention_multiplier"] = head_dim**-0.5  # unless the file has another
     config |= _parts(file, kind, architecture, kv_heads, inner, experts) | _named(file, kind, layout)
     if architecture.windows is Windows.LISTED:
-        config["layer_types"] = _layer_types(file, f"{kind}.attention.sliding_window_pattern", architecture, layers)
+        types = _layer_types(file, f"{kind}.attention.sliding_window_pattern", architecture, layers)
+        config["layer_types"] = types if config.get("sliding_window", architecture.sliding_window) else ["full_attention"] * layers
     if layout.largest_layers is not None:
         config["query_pre_attn_scalar"] = hidden // heads if layers == layout.largest_layers else head_dim
     if architecture.global_head_dim is not None:

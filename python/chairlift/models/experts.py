@@ -102,6 +102,9 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
         raise UnsupportedModel(f"config.json: scoring_func is {raw['scoring_func']!r:.50}, and there is code for {names.scores.value}")
     if raw.get("moe_latent_size"):
         raise NoNativeModel("experts of a width of their own (moe_latent_size) have no code of ours")
+    for name in (names.used, names.shared_count[0] if names.shared_count else names.used):
+        if isinstance(each := raw.get(name), list) and len(each) == layers and len(set(map(str, each))) == 1:
+            raw = raw | {name: each[0]}  # Hunyuan has an entry for each layer
     count = parse_size(raw, OTHER_COUNT if raw.get(names.count) is None and OTHER_COUNT in raw else names.count)
     used = parse_size(raw, names.used)
     if used > count:
