@@ -22,6 +22,11 @@ def metadata(config: Any, kind: str) -> dict[str, Any]:
             (f"{kind}.expert_feed_forward_length", f"{kind}.expert_shared_feed_forward_length"), config.intermediate_size
         )
         values |= {f"{kind}.expert_shared_count": 1}
+    if kind == "exaone-moe":
+        counts = {"leading_dense_block_count": config.first_k_dense_replace, "expert_shared_count": config.num_shared_experts}
+        counts |= {"expert_weights_scale": float(config.routed_scaling_factor), "expert_weights_norm": config.norm_topk_prob}
+        counts |= {"expert_shared_feed_forward_length": config.num_shared_experts * config.moe_intermediate_size}
+        values |= {f"{kind}.{key}": value for key, value in counts.items()}
     if kind == "minimax-m2":
         values |= {f"{kind}.expert_feed_forward_length": config.intermediate_size, f"{kind}.expert_gating_func": 2}
     return values | ({f"{kind}.attention.sliding_window": config.sliding_window} if kind == "gpt-oss" else {})

@@ -21,7 +21,15 @@ from chairlift.checkpoint.pull import pull_default
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 CONTROLS = ("<|end|>", "<|user|>")
-FLOATS = {"layer_norm_rms_epsilon", "layer_norm_epsilon", "freq_base", "factor", "attn_logit_softcapping", "final_logit_softcapping"}
+FLOATS = {
+    "layer_norm_rms_epsilon",
+    "layer_norm_epsilon",
+    "freq_base",
+    "freq_base_swa",
+    "factor",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+}
 FLOATS |= {"scale", "embedding_scale", "residual_scale", "logit_scale", "temperature_scale", "attn_factor"}
 FLOATS |= {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier", "yarn_attn_factor"}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 5, "tie_word_embeddings": True}
@@ -46,6 +54,9 @@ ERNIE |= {"head_dim": 16, "pad_token_id": 0}
 MINIMAX = {"num_local_experts": 11, "num_experts_per_tok": 3, "head_dim": 16}
 MINIMAX |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
 OLMO3_ROPES = {"full_attention": {"rope_theta": 5e5, **YARN}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+DOTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1}
+DOTS |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
+EXAONE = {**EXPERTS, "num_hidden_layers": 4, "sliding_window": 5, "num_shared_experts": 2, "pad_token_id": 0}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -75,6 +86,11 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5", {"pad_token_id": 0}),
     ("ernie4_5_moe", ERNIE),
     ("minimax_m2", MINIMAX),
+    ("stablelm", {"use_qkv_bias": True}),
+    ("nemotron", {}),
+    ("jais2", {}),
+    ("dots1", DOTS),
+    ("exaone_moe", EXAONE),
     ("olmo2", {"pad_token_id": 0}),
     ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": OLMO3_ROPES}),
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -133,6 +149,7 @@ def gguf_name(kind: str) -> str:
     names |= {
         "hunyuan_v1_dense": "hunyuan-dense",
         "hunyuan_v1_moe": "hunyuan-moe",
+        "exaone_moe": "exaone-moe",
         "gpt_oss": "gpt-oss",
         "mixtral": "llama",
         "glm4_moe": "glm4moe",
@@ -170,14 +187,19 @@ def gguf_of(
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata(tokenizer),
     }
-    if kind.startswith(("glm4", "minimax")):
+    if kind.startswith(("glm4", "minimax", "stablelm", "nemotron")):
         values |= {f"{kind}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0))}
-    if kind in ("command-r", "cohere2"):
+    if kind in ("command-r", "cohere2", "stablelm", "nemotron", "jais2"):
         values[f"{kind}.attention.layer_norm_epsilon"] = values.pop(f"{kind}.attention.layer_norm_rms_epsilon")
+    if kind == "stablelm":
+        values |= {f"{kind}.use_parallel_residual": True}
+    if kind in ("command-r", "cohere2"):
         values |= {f"{kind}.logit_scale": config.logit_scale, f"{kind}.rope.scaling.type": "none"}
-    if config.model_type in ("cohere2", "olmo3", "exaone4"):
+    if config.model_type in ("cohere2", "olmo3", "exaone4", "exaone_moe"):
         values |= {f"{kind}.attention.sliding_window": config.sliding_window}
-    if config.model_type == "exaone4" and config.sliding_window:
+    if config.model_type == "olmo3":
+        values |= {f"{kind}.rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]}
+    if kind.startswith("exaone") and config.sliding_window:
         values |= {f"{kind}.attention.sliding_window_pattern": [entry == "sliding_attention" for entry in config.layer_types]}
     if kind == "phi3":
         del values[f"{kind}.attention.key_length"]
@@ -200,7 +222,7 @@ def gguf_of(
         frequencies = np.array([1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated), dtype=np.float32)
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
-    if kind == "glm4moe":
+    if kind in ("glm4moe", "dots1"):
         values |= gguf_latent.routed(config, kind)
     values |= gguf_latent.metadata(config) if kind == gguf_latent.KIND else gguf_experts.metadata(config, kind)
     if config.model_type == "granitemoehybrid":
@@ -238,7 +260,7 @@ def gguf_of(
             continue
         stem = stem.replace("shared_mlp.output_linear", "mlp.down_proj")
         weights = tensor.numpy()
-        if kind in ("gemma", "gemma2", "gemma3") and "norm" in stem:
+        if kind in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             weights = weights + np.float32(1)
         if kind in ("llama", "arcee", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads

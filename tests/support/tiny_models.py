@@ -73,6 +73,8 @@ HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.
 DENSE_GLM = {"head_dim": 16, "pad_token_id": 0, "rope_parameters": HALF}
 MINIMAX = {**LOCAL_EXPERTS, "head_dim": 16, "rope_parameters": HALF}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
+DOTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "routed_scaling_factor": 2.5}
+EXAONE = {**EXPERTS, "head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 3, "pad_token_id": 0}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 OLMO3 = {"sliding_window": 9, "layer_types": GEMMA["layer_types"], "pad_token_id": 0}
 OLMO3 |= {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
@@ -109,6 +111,11 @@ FAMILIES = {
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": ALPHA}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "pad_token_id": 0}),
     "cohere2": ("Cohere2", {"attention_bias": True, "sliding_window": 9, "sliding_window_pattern": 3, "pad_token_id": 0}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "rope_parameters": HALF}),
+    "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "jais2": ("Jais2", {"tie_word_embeddings": True}),
+    "cwm": ("Cwm", {"head_dim": 16, "sliding_window": 9, "layer_types": GEMMA["layer_types"]}),
+    "helium": ("Helium", {"head_dim": 8, "attention_bias": True, "pad_token_id": 0}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {**GEMMA, "rope_parameters": ROPES, "final_logit_softcapping": 3.0}),
@@ -127,6 +134,9 @@ FAMILIES = {
     "minimax-m2": ("MiniMaxM2", MINIMAX),
     "ernie4.5-moe": ("Ernie4_5_Moe", ERNIE),
     "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 11, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40, "pad_token_id": 0}),
+    "exaone-moe": ("ExaoneMoe", EXAONE),
+    "dots1": ("Dots1", {**DOTS, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True}),
+    "flex-olmo": ("FlexOlmo", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "gpt-oss": ("GptOss", {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 9, "rope_parameters": {**YARN, "truncate": False}}),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),
     "granite-moe": ("GraniteMoe", {**MULTIPLIERS, **LOCAL_EXPERTS}),

@@ -16,22 +16,24 @@ from chairlift.architectures.architecture import (
 )
 from chairlift.architectures.cohere import COHERE, COHERE2
 from chairlift.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, YOUTU
+from chairlift.architectures.dots import DOTS1
 from chairlift.architectures.encoders import ENCODER_GGUF, ENCODERS, EncoderArchitecture
 from chairlift.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
-from chairlift.architectures.exaone import EXAONE4
+from chairlift.architectures.exaone import EXAONE4, EXAONE_MOE
 from chairlift.architectures.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from chairlift.architectures.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from chairlift.architectures.lfm2 import LFM2, LFM2_MOE
-from chairlift.architectures.llama import ARCEE, LLAMA, MINISTRAL3, MISTRAL, SEED_OSS
+from chairlift.architectures.llama import ARCEE, CWM, HELIUM, JAIS2, LLAMA, MINISTRAL3, MISTRAL, SEED_OSS
 from chairlift.architectures.mixtral import MINIMAX_M2, MIXTRAL
-from chairlift.architectures.nemotron import NEMOTRON_H
-from chairlift.architectures.olmo import OLMO2, OLMO3, OLMOE
+from chairlift.architectures.nemotron import NEMOTRON, NEMOTRON_H
+from chairlift.architectures.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from chairlift.architectures.phi import PHI3
 from chairlift.architectures.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE
 from chairlift.architectures.smollm import SMOLLM3
+from chairlift.architectures.stablelm import STABLELM
 
 __all__ = [
     "ALIASES",
@@ -63,6 +65,7 @@ DENSE = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, ARCEE),
     *(SEED_OSS, GLM, GLM4, ERNIE4_5, YOUTU),
     *(OLMO3, OLMO2, EXAONE4, HUNYUAN_DENSE, COHERE, COHERE2),
+    *(STABLELM, NEMOTRON, JAIS2, CWM, HELIUM),
     *(LFM2, QWEN3_5, NEMOTRON_H),
 )
 MIXTURES = (
@@ -76,6 +79,9 @@ MIXTURES = (
     MINIMAX_M2,
     ERNIE4_5_MOE,
     HUNYUAN_MOE,
+    EXAONE_MOE,
+    DOTS1,
+    FLEX_OLMO,
     GPT_OSS,
     OLMOE,
     GRANITE_MOE,

@@ -183,17 +183,17 @@ class GGUFFormat:
     """How GGUF files store an architecture.
 
     `names` are the values of `general.architecture`. `constants` are entries of config.json, and `keys` are entries whose values are in the
-    file's metadata. `image_keys` matter for images alone. `tensors` maps the names of a layer's tensors in GGUF files to those below
-    `layer` of Hugging Face's files, where they differ from Llama's, and `top` those outside the layers. `adjacent_pairs` means that rows of
-    rotated projections are in llama.cpp's order for adjacent pairs (2i, 2i+1) instead of pairs half a head apart. `stored_offset` is the
-    number that was added to the weights of norms. Attention scores of the model with `largest_layers` layers are divided by the square root
-    of hidden size / heads; its files do not say so, nor whether `truncates_yarn`.
+    file's metadata. `unused` keys matter for images alone, or follow from the tensors. `tensors` maps the names of a layer's tensors in
+    GGUF files to those below `layer` of Hugging Face's files, where they differ from Llama's, and `top` those outside the layers.
+    `adjacent_pairs` means that rows of rotated projections are in llama.cpp's order for adjacent pairs (2i, 2i+1) instead of pairs half a
+    head apart. `stored_offset` is the number that was added to the weights of norms. Attention scores of the model with `largest_layers`
+    layers are divided by the square root of hidden size / heads; its files do not say so, nor whether `truncates_yarn`.
     """
 
     names: tuple[str, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Key] = field(default_factory=dict)
-    image_keys: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
     layer: str = "model.layers.{}."

@@ -1,6 +1,9 @@
-"""EXAONE 4."""
+"""EXAONE 4 and K-EXAONE."""
 
-from chairlift.architectures.architecture import NORMS_AFTER, POST_NORMS, Architecture, GGUFFormat, Key, Windows
+from dataclasses import replace
+
+from chairlift.architectures.architecture import NORMS_AFTER, POST_NORMS, Architecture, GGUFFormat, Key, Norms, Windows
+from chairlift.architectures.deepseek import KEYS, SIGMOID, TENSORS
 
 EXAONE4 = Architecture(
     name="Exaone4ForCausalLM",
@@ -23,4 +26,31 @@ EXAONE4 = Architecture(
     qk_norm=True,
     norms=NORMS_AFTER,
     post_norms=True,
+)
+EXAONE_MOE = replace(
+    EXAONE4,
+    name="ExaoneMoeForCausalLM",
+    model_type="exaone_moe",
+    models="K-EXAONE-236B-A23B",
+    gguf=GGUFFormat(
+        names=("exaone-moe",),
+        constants={"first_k_dense_replace": 0, "num_shared_experts": 0},
+        keys={
+            "sliding_window": Key("attention.sliding_window", int),
+            "first_k_dense_replace": KEYS["first_k_dense_replace"],
+            "num_shared_experts": KEYS["n_shared_experts"],
+            "routed_scaling_factor": KEYS["routed_scaling_factor"],
+        },
+        tensors={name: own for name, own in TENSORS.items() if "shexp" in name} | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+    ),
+    norms=Norms(),
+    post_norms=False,
+    mixture=replace(
+        SIGMOID,
+        choice_bias="mlp.e_score_correction_bias",
+        count="num_experts",
+        shared_count=("num_shared_experts", 1),
+        dense=("first_k_dense_replace", 1),
+        groups=(1, 1),
+    ),
 )

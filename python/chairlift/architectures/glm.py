@@ -27,7 +27,7 @@ GLM4 = replace(
     models="GLM-4-0414, GLM-Z1; text of GLM-4.1V and GLM-4.6V-Flash",
     wrappers=("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
     text_types=("glm4v_text",),
-    # Not image_keys: files with sections of positions have the rows of queries and keys in another order, and are refused.
+    # Not unused: files with sections of positions have the rows of queries and keys in another order, and are refused.
     gguf=GGUFFormat(
         names=("glm4",),
         tensors={
@@ -50,7 +50,7 @@ GLM4_MOE = Architecture(
         names=("glm4moe",),
         constants=NONE,
         keys=KEYS,
-        image_keys=("rope.dimension_sections",),
+        unused=("rope.dimension_sections",),
         tensors={name: own for name, own in TENSORS.items() if not name.startswith("attn_")}
         | {"post_attention_norm": "post_attention_layernorm"},
     ),

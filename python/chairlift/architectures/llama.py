@@ -1,4 +1,6 @@
-"""Llama, Arcee, Seed-OSS, Mistral and Ministral."""
+"""Llama, Arcee, Jais 2, CWM, Helium, Seed-OSS, Mistral and Ministral."""
+
+from dataclasses import replace
 
 from chairlift.architectures.architecture import Architecture, GGUFFormat, Projections, Windows
 
@@ -29,6 +31,48 @@ ARCEE = Architecture(
     projections=Projections(gate_up=("mlp.up_proj",)),
     mlp_bias=True,
     activation="relu2",
+)
+JAIS2 = replace(
+    ARCEE,
+    name="Jais2ForCausalLM",
+    model_type="jais2",
+    models="Jais 2",
+    gguf=GGUFFormat(names=("jais2",), constants={"hidden_act": "relu2"}),
+    max_positions=8192,
+    norm_eps="layer_norm_eps",
+    centred=True,
+    norm_biases=True,
+)
+CWM = replace(
+    LLAMA,
+    name="CwmForCausalLM",
+    model_type="cwm",
+    models="CWM",
+    aliases=(),
+    wrappers=(),
+    text_types=(),
+    defaults={},
+    gguf=None,
+    kv_heads=8,
+    head_dim=128,
+    max_positions=131072,
+    rms_norm_eps=1e-5,
+    theta=1e6,
+    windows=Windows.LISTED,
+    sliding_window=8192,
+)
+HELIUM = Architecture(
+    name="HeliumForCausalLM",
+    model_type="helium",
+    models="Helium 1",
+    kv_heads=20,
+    head_dim=128,
+    max_positions=4096,
+    rms_norm_eps=1e-8,
+    theta=100_000.0,
+    qkv_bias=("attention_bias", False),
+    output_bias=False,
+    adjacent_pairs=True,
 )
 SEED_OSS = Architecture(
     name="SeedOssForCausalLM",

@@ -12,6 +12,23 @@ from chairlift.architectures.architecture import (
     Scores,
 )
 
+NEMOTRON = Architecture(
+    name="NemotronForCausalLM",
+    model_type="nemotron",
+    models="Nemotron-Mini-4B, Minitron 4B and 8B",
+    gguf=GGUFFormat(names=("nemotron",), constants={"hidden_act": "relu2"}, stored_offset=1.0),
+    max_positions=4096,
+    norm_eps="norm_eps",
+    rms_norm_eps=1e-5,
+    projections=Projections(gate_up=("mlp.up_proj",)),
+    mlp_bias=True,
+    partial_rotary=True,
+    rotary=0.5,
+    norm_offset=1.0,
+    centred=True,
+    norm_biases=True,
+    activation="relu2",
+)
 NEMOTRON_H = Architecture(
     name="NemotronHForCausalLM",
     model_type="nemotron_h",

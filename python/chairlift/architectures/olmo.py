@@ -1,4 +1,4 @@
-"""OLMoE, OLMo 2 and OLMo 3."""
+"""OLMoE, OLMo 2, OLMo 3 and FlexOlmo."""
 
 from dataclasses import replace
 
@@ -34,7 +34,10 @@ OLMO3 = replace(
     models="OLMo 3",
     gguf=GGUFFormat(
         names=("olmo2",),
-        keys={"sliding_window": Key("attention.sliding_window", int)},
+        keys={
+            "sliding_window": Key("attention.sliding_window", int),
+            "rope_local_base_freq": Key("rope.freq_base_swa", float, optional=True),
+        },
         tensors=POST_NORMS,
     ),
     theta=500_000.0,
@@ -44,3 +47,14 @@ OLMO3 = replace(
     window_interval=4,
 )
 """Its GGUF files have OLMo 2's name, and windows."""
+FLEX_OLMO = replace(
+    OLMO2,
+    name="FlexOlmoForCausalLM",
+    model_type="flex_olmo",
+    models="FlexOlmo",
+    gguf=None,
+    max_positions=4096,
+    rms_norm_eps=1e-6,
+    theta=500_000.0,
+    mixture=OLMOE.mixture,
+)

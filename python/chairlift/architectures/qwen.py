@@ -23,7 +23,7 @@ QWEN2 = Architecture(
     aliases=("MiMoForCausalLM",),
     wrappers=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "InternVLForConditionalGeneration"),
     text_types=("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
-    gguf=GGUFFormat(names=("qwen2", "qwen2vl"), image_keys=("rope.dimension_sections",)),
+    gguf=GGUFFormat(names=("qwen2", "qwen2vl"), unused=("rope.dimension_sections",)),
     kv_heads=32,
     windows=Windows.SWITCHED,
     qkv_bias=("qkv_bias", True),
@@ -36,7 +36,7 @@ QWEN3 = Architecture(
     wrappers=("Qwen3VLForConditionalGeneration", "InternVLForConditionalGeneration"),
     text_types=("qwen3_vl_text", "qwen3"),
     gguf=GGUFFormat(
-        names=("qwen3", "qwen3vl"), image_keys=("rope.dimension_sections", "n_deepstack_layers"), top={**TOP, "cls.output": "score"}
+        names=("qwen3", "qwen3vl"), unused=("rope.dimension_sections", "n_deepstack_layers"), top={**TOP, "cls.output": "score"}
     ),
     kv_heads=32,
     head_dim=128,
@@ -63,7 +63,7 @@ QWEN3_MOE = Architecture(
     gguf=GGUFFormat(
         names=("qwen3moe", "qwen3vlmoe"),
         constants={"norm_topk_prob": True},
-        image_keys=("rope.dimension_sections", "n_deepstack_layers"),
+        unused=("rope.dimension_sections", "n_deepstack_layers"),
     ),
     kv_heads=4,
     qk_norm=True,
@@ -144,7 +144,7 @@ QWEN3_5_GGUF = GGUFFormat(
     names=("qwen35",),
     constants={"linear_heads_tiled": True},
     keys=HYBRID_KEYS,
-    image_keys=("rope.dimension_sections", "n_deepstack_layers"),
+    unused=("rope.dimension_sections", "n_deepstack_layers"),
     tensors=HYBRID_TENSORS,
     stored_offset=1.0,
 )

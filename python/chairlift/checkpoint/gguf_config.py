@@ -77,7 +77,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         raise UnsupportedModel(f"{file.path}: {kind}.attention.head_count is 0 for all layers")
     head_dim, rotary, latent = _head_sizes(file, kind, architecture, hidden // heads)
     vocab_size = file.vocab_size
-    epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.norm_eps.startswith("layer_norm") else None
+    epsilon = file.get(f"{kind}.attention.layer_norm_epsilon", float) if architecture.centred else None
     inner, kv_heads = _sizes_by_layer(file, kind, architecture, counts)
     config = {
         "architectures": [architecture.name],
@@ -95,7 +95,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "partial_rotary_factor": rotary / head_dim,
         "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        **dict.fromkeys(("attention_bias", (architecture.qkv_bias or ("attention_bias",))[0]), "blk.0.attn_q.bias" in file.tensors),
         "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
         "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
         "dtype": "float32",
@@ -139,7 +139,7 @@ def _parts(
 
 def _named(file: GGUFFile, kind: str, layout: GGUFFormat) -> dict[str, float]:
     """Returns the entries of config.json whose values the file's metadata has under other names."""
-    for name in layout.image_keys:
+    for name in layout.unused:
         file.value(f"{kind}.{name}")  # counts as read
     names = {name: (f"{kind}.{key.name}", key) for name, key in layout.keys.items()}
     return {name: _entry(file, at, key) for name, (at, key) in names.items() if not key.optional or file.value(at) not in (None, 0)}

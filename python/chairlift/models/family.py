@@ -41,7 +41,9 @@ def check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationSc
     # "vision" is about tokens of images alone.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision") or raw.get("is_causal") is False:
         raise NoNativeModel("attention to later tokens has no code of ours")
-    if family.centred and raw.get("use_qk_norm"):
+    if raw.get("use_parallel_residual"):
+        raise NoNativeModel("attention beside the MLP (use_parallel_residual) has no code of ours in this architecture")
+    if family.centred and (raw.get("use_qk_norm") or raw.get("qk_layernorm")):
         raise NoNativeModel("layer norms of queries and keys have no code of ours")
     if raw.get("clip_qkv") is not None:
         raise NoNativeModel("clipped queries, keys and values have no code of ours")
