@@ -25,6 +25,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
 }
 """What the defaults of transformers lack to be a model."""

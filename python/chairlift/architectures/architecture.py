@@ -214,20 +214,21 @@ class Architecture:
     the caps of attention scores and logits, and `logit_scale` that of the logits' factor; None means that config.json's are not read.
     `rotary` is the default part of each head that is rotated. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated
     together instead of numbers half the rotated part apart. In a model of `window_rotary` only layers with a window have rotary positions,
-    unless there are no windows. Layers with a window have rotary positions of the base `local_theta` if it is set. `position_type` is the
-    default of `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries grow with their position.
-    Every n-th layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and
-    windows are listed. `qkv_bias` is the key of whether queries, keys and values alone have biases, and its default. `inner` is the key of
-    the MLP's inner size, and `norm_eps` that of the number that norms add to squares. `norm_offset` is added to the weights of all norms,
-    and `post_norms` adds a norm after attention and after the MLP. With `whole_norms` the norms of queries and keys are those of all heads
-    together; with `rotated_first` queries and keys are rotated before their norms. Norms are `centred` if they shift numbers to mean 0
-    first, and may then have `norm_biases`. The MLP of a `parallel` model reads what attention reads. With `sinks` each head has a score
-    beside those of the keys. `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as
-    in Gemma 4. With `gated_attention` the query projection has gates too, head by head, whose sigmoids multiply the outputs. With a
-    `recurrence` some layers keep a state instead of keys and values. A layer of a `single` model is one of attention, a recurrent layer, an
-    MLP and experts, as `layers_block_type` or `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent
-    vector. The `activation` is silu or gelu_tanh, or relu2 for MLPs without a gate. With a `mixture` layers have experts, instead of an MLP
-    or beside it, except those that config.json names.
+    unless there are no windows. Layers with a window have rotary positions of the base `local_theta` if it is set. A dynamic scaling with
+    the entry `alpha` multiplies the base by a power of it. `position_type` is the default of `position_embedding_type`; None means that
+    config.json's is not read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if
+    `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are listed. `qkv_bias` is the key of
+    whether queries, keys and values alone have biases, and its default. `inner` is the key of the MLP's inner size, and `norm_eps` that of
+    the number that norms add to squares. `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention
+    and after the MLP. With `whole_norms` the norms of queries and keys are those of all heads together; with `rotated_first` queries and
+    keys are rotated before their norms. Norms are `centred` if they shift numbers to mean 0 first, and may then have `norm_biases`. The MLP
+    of a `parallel` model reads what attention reads. With `sinks` each head has a score beside those of the keys. `global_head_dim` is the
+    default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With `gated_attention` the query
+    projection has gates too, head by head, whose sigmoids multiply the outputs. With a `recurrence` some layers keep a state instead of
+    keys and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as `layers_block_type` or
+    `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent vector. The `activation` is silu or gelu_tanh,
+    or relu2 for MLPs without a gate. With a `mixture` layers have experts, instead of an MLP or beside it, except those that config.json
+    names.
     """
 
     name: str
@@ -258,6 +259,7 @@ class Architecture:
 
     theta: float = 10000.0
     local_theta: float | None = None
+    alpha: bool = False
     partial_rotary: bool = False
     rotary: float = 1.0
     adjacent_pairs: bool = False

@@ -15,6 +15,7 @@ HUNYUAN_DENSE = Architecture(
     rms_norm_eps=1e-5,
     qk_norm=True,
     rotated_first=True,
+    alpha=True,
     norms=Norms(query="self_attn.query_layernorm", key="self_attn.key_layernorm"),
 )
 HUNYUAN_MOE = replace(

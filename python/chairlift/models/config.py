@@ -242,7 +242,7 @@ class ModelConfig(ModelShape):
             raise UnsupportedModel(
                 f"MLX's conversions of models with {kind} cannot be read: take a GGUF file, or the model of another format"
             )
-        unread = check_entries(text.unread() | unknown_rope(text), experts=config.experts is not None)
+        unread = check_entries(text.unread() | unknown_rope(text, family), experts=config.experts is not None)
         return replace(config, unread=unread + check_beside(raw, entries) + (config.scheme.unread if config.scheme else ()))
 
     @classmethod

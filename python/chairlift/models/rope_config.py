@@ -19,18 +19,17 @@ _ALIASES = {"su": "longrope", "mrope": "default"}
 _KNOWN = {
     *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor"),
-    *("low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned", "alpha"),
+    *("low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned"),
 }
 """The entries of rotary parameters that are read, or that matter for images alone."""
 
 
-def unknown_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+def unknown_rope(raw: Mapping[str, Any], family: Architecture) -> dict[str, Any]:
     """Returns the entries of rotary parameters that nothing here knows, by names such as rope_scaling.alpha."""
     found = [(name, parse_table(raw, name)) for name in ("rope_parameters", "rope_scaling")]
     found += [(name, kind) for name, table in found for kind in table.values() if isinstance(kind, dict)]
-    return {
-        f"{name}.{key}": value for name, table in found for key, value in table.items() if key not in _KNOWN and type(value) is not dict
-    }
+    known = _KNOWN | ({"alpha"} if family.alpha else set())
+    return {f"{name}.{key}": value for name, table in found for key, value in table.items() if key not in known and type(value) is not dict}
 
 
 def parse_ropes(raw: dict[str, Any], family: Architecture, head_dims: tuple[int, int]) -> tuple[RopeConfig, RopeConfig]:
@@ -85,8 +84,8 @@ def _parse(raw: Mapping[str, Any], family: Architecture, theta: float, head_dim:
     named = table.get("rope_type", table.get("type")) or "default"
     # Phi-3's first checkpoints say yarn.
     kind = "longrope" if "short_factor" in table else _ALIASES.get(str(named), str(named))
-    alpha = table.get("alpha") if kind == "dynamic" else None
-    if alpha:  # Hunyuan's, whose frequencies are the same for all lengths
+    alpha = family.alpha and kind == "dynamic" and table.get("alpha")
+    if alpha:
         kind = "default"
     if kind not in KINDS or "long_mscale" in table:
         raise NoNativeModel(f"rope type {named!r} has no code of ours (there is for {', '.join(KINDS)})")
