@@ -77,6 +77,8 @@ def merge(model: torch.nn.Module, tensors: dict[str, np.ndarray], scale: float) 
         ("glm4-moe", ("q_proj", "k_proj", "v_proj"), False),
         ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"), False),
         ("ernie4.5", ("q_proj", "k_proj"), True),
+        ("cohere", adapters.MODULES, False),
+        ("olmo2", adapters.MODULES, True),
     ],
 )
 @torch.inference_mode()
