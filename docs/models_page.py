@@ -29,8 +29,8 @@ def _row(known: Architecture) -> str:
 def _features(known: Architecture) -> list[str]:
     """Returns the differences from Llama, in words."""
     named = {
-        "fused projections": len(known.projections.qkv) == 1 or (len(known.projections.gate_up) == 1 and known.activation != "relu2"),
-        "biases": known.qkv_bias is not None,
+        "fused projections": len(known.projections.qkv) == 1 or (len(known.projections.gate_up) == 1 and known.gated),
+        "biases": known.qkv_bias is not None or known.biases is not None,
         "norms of queries and keys": known.qk_norm and not known.rotated_first,
         "norms of queries and keys after their rotation": known.rotated_first,
         "norms after blocks": known.post_norms and known.norms.attention is not None,
@@ -39,6 +39,7 @@ def _features(known: Architecture) -> list[str]:
         "attention beside the MLP": known.parallel,
         "norms that multiply by 1 + weight": known.norm_offset != 0,
         "GELU": known.activation == "gelu_tanh",
+        "GELU instead of gates": known.activation == "gelu_new",
         "squares of positive numbers instead of gates": known.activation == "relu2",
         "sliding windows": known.windows is not Windows.NONE,
         "rotary frequencies by kind of layer": known.local_theta is not None,
@@ -48,7 +49,7 @@ def _features(known: Architecture) -> list[str]:
         "models without rotary positions": known.position_type is not None,
         "queries that grow with their position": known.temperature,
         "softcaps": known.softcaps is not None,
-        "scaled embeddings": known.scaled_embeddings,
+        "scaled embeddings": bool(known.scaled_embeddings),
         "a factor of logits": known.logit_scale is not None,
         "multipliers of embeddings, attention, residuals and logits": known.multipliers,
         "attention sinks": known.sinks,

@@ -22,9 +22,10 @@ def metadata(config: Any, kind: str) -> dict[str, Any]:
             (f"{kind}.expert_feed_forward_length", f"{kind}.expert_shared_feed_forward_length"), config.intermediate_size
         )
         values |= {f"{kind}.expert_shared_count": 1}
-    if kind == "exaone-moe":
-        counts = {"leading_dense_block_count": config.first_k_dense_replace, "expert_shared_count": config.num_shared_experts}
-        counts |= {"expert_weights_scale": float(config.routed_scaling_factor), "expert_weights_norm": config.norm_topk_prob}
+    if kind in ("exaone-moe", "afmoe"):
+        dense, scale = ("first_k_dense_replace", "routed_scaling_factor") if kind == "exaone-moe" else ("num_dense_layers", "route_scale")
+        counts = {"leading_dense_block_count": getattr(config, dense), "expert_shared_count": config.num_shared_experts}
+        counts |= {"expert_weights_scale": float(getattr(config, scale)), "expert_weights_norm": True}
         counts |= {"expert_shared_feed_forward_length": config.num_shared_experts * config.moe_intermediate_size}
         values |= {f"{kind}.{key}": value for key, value in counts.items()}
     if kind == "minimax-m2":

@@ -57,6 +57,8 @@ OLMO3_ROPES = {"full_attention": {"rope_theta": 5e5, **YARN}, "sliding_attention
 DOTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1}
 DOTS |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
 EXAONE = {**EXPERTS, "num_hidden_layers": 4, "sliding_window": 5, "num_shared_experts": 2, "pad_token_id": 0}
+AFMOE = {**EXPERTS, "num_hidden_layers": 4, "sliding_window": 5, "num_shared_experts": 2, "mup_enabled": True, "route_scale": 2.5}
+AFMOE |= {"pad_token_id": 0}
 TINY: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -86,11 +88,14 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5", {"pad_token_id": 0}),
     ("ernie4_5_moe", ERNIE),
     ("minimax_m2", MINIMAX),
+    ("starcoder2", {"sliding_window": None, "norm_epsilon": 1e-5}),
+    ("phi", {}),
     ("stablelm", {"use_qkv_bias": True}),
     ("nemotron", {}),
     ("jais2", {}),
     ("dots1", DOTS),
     ("exaone_moe", EXAONE),
+    ("afmoe", AFMOE),
     ("olmo2", {"pad_token_id": 0}),
     ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": OLMO3_ROPES}),
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
@@ -148,6 +153,7 @@ def gguf_name(kind: str) -> str:
     names = {"ministral3": "mistral3", "granitemoehybrid": "granite", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
     names |= {
         "hunyuan_v1_dense": "hunyuan-dense",
+        "phi": "phi2",
         "hunyuan_v1_moe": "hunyuan-moe",
         "exaone_moe": "exaone-moe",
         "gpt_oss": "gpt-oss",
@@ -187,15 +193,15 @@ def gguf_of(
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata(tokenizer),
     }
-    if kind.startswith(("glm4", "minimax", "stablelm", "nemotron")):
+    if kind.startswith(("glm4", "minimax", "stablelm", "nemotron", "phi2")):
         values |= {f"{kind}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0))}
-    if kind in ("command-r", "cohere2", "stablelm", "nemotron", "jais2"):
+    if kind in ("command-r", "cohere2", "stablelm", "nemotron", "jais2", "starcoder2", "phi2"):
         values[f"{kind}.attention.layer_norm_epsilon"] = values.pop(f"{kind}.attention.layer_norm_rms_epsilon")
     if kind == "stablelm":
         values |= {f"{kind}.use_parallel_residual": True}
     if kind in ("command-r", "cohere2"):
         values |= {f"{kind}.logit_scale": config.logit_scale, f"{kind}.rope.scaling.type": "none"}
-    if config.model_type in ("cohere2", "olmo3", "exaone4", "exaone_moe"):
+    if config.model_type in ("cohere2", "olmo3", "exaone4", "exaone_moe", "afmoe"):
         values |= {f"{kind}.attention.sliding_window": config.sliding_window}
     if config.model_type == "olmo3":
         values |= {f"{kind}.rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]}

@@ -67,7 +67,7 @@ def split(name: str, weights: np.ndarray, config: Any, replaced: dict[str, Any])
     if name.endswith("kv_b_proj.weight"):
         keys, values = np.split(weights.reshape(config.num_attention_heads, -1, weights.shape[-1]), [config.qk_nope_head_dim], 1)
         return {f"{block}.attn_k_b.weight": keys.swapaxes(1, 2), f"{block}.attn_v_b.weight": values}
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(("e_score_correction_bias", "mlp.expert_bias")):
         return {f"{block}.exp_probs_b.bias": weights}
     return {}
 

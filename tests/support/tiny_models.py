@@ -74,6 +74,7 @@ DENSE_GLM = {"head_dim": 16, "pad_token_id": 0, "rope_parameters": HALF}
 MINIMAX = {**LOCAL_EXPERTS, "head_dim": 16, "rope_parameters": HALF}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
 DOTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "routed_scaling_factor": 2.5}
+AFMOE = {**EXPERTS, "head_dim": 16, "sliding_window": 9, "layer_types": GEMMA["layer_types"]}
 EXAONE = {**EXPERTS, "head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 3, "pad_token_id": 0}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 OLMO3 = {"sliding_window": 9, "layer_types": GEMMA["layer_types"], "pad_token_id": 0}
@@ -111,6 +112,8 @@ FAMILIES = {
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": ALPHA}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "pad_token_id": 0}),
     "cohere2": ("Cohere2", {"attention_bias": True, "sliding_window": 9, "sliding_window_pattern": 3, "pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 13}),
+    "phi": ("Phi", {"rope_parameters": HALF}),
     "stablelm": ("StableLm", {"use_qkv_bias": True, "rope_parameters": HALF}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "jais2": ("Jais2", {"tie_word_embeddings": True}),
@@ -134,6 +137,7 @@ FAMILIES = {
     "minimax-m2": ("MiniMaxM2", MINIMAX),
     "ernie4.5-moe": ("Ernie4_5_Moe", ERNIE),
     "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 11, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40, "pad_token_id": 0}),
+    "afmoe": ("Afmoe", {**AFMOE, "mup_enabled": True, "route_scale": 2.5, "pad_token_id": 0}),
     "exaone-moe": ("ExaoneMoe", EXAONE),
     "dots1": ("Dots1", {**DOTS, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True}),
     "flex-olmo": ("FlexOlmo", {**EXPERTS, "intermediate_size": 40, "pad_token_id": 0}),

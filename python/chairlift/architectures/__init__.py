@@ -1,5 +1,6 @@
 """The architectures that Chairlift's own code computes, as values. A new one is a value in a file here; docs/models.md lists them all."""
 
+from chairlift.architectures.afmoe import AFMOE
 from chairlift.architectures.architecture import (
     GEMMA_NORMS,
     Architecture,
@@ -30,10 +31,11 @@ from chairlift.architectures.llama import ARCEE, CWM, HELIUM, JAIS2, LLAMA, MINI
 from chairlift.architectures.mixtral import MINIMAX_M2, MIXTRAL
 from chairlift.architectures.nemotron import NEMOTRON, NEMOTRON_H
 from chairlift.architectures.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
-from chairlift.architectures.phi import PHI3
+from chairlift.architectures.phi import PHI, PHI3
 from chairlift.architectures.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL_MOE
 from chairlift.architectures.smollm import SMOLLM3
 from chairlift.architectures.stablelm import STABLELM
+from chairlift.architectures.starcoder import STARCODER2
 
 __all__ = [
     "ALIASES",
@@ -65,7 +67,7 @@ DENSE = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA4, SMOLLM3, GRANITE, GRANITE4, PHI3, ARCEE),
     *(SEED_OSS, GLM, GLM4, ERNIE4_5, YOUTU),
     *(OLMO3, OLMO2, EXAONE4, HUNYUAN_DENSE, COHERE, COHERE2),
-    *(STABLELM, NEMOTRON, JAIS2, CWM, HELIUM),
+    *(STARCODER2, PHI, STABLELM, NEMOTRON, JAIS2, CWM, HELIUM),
     *(LFM2, QWEN3_5, NEMOTRON_H),
 )
 MIXTURES = (
@@ -80,6 +82,7 @@ MIXTURES = (
     ERNIE4_5_MOE,
     HUNYUAN_MOE,
     EXAONE_MOE,
+    AFMOE,
     DOTS1,
     FLEX_OLMO,
     GPT_OSS,

@@ -29,10 +29,12 @@ class Windows(Enum):
 class Projections:
     """Names of a layer's linear layers in a checkpoint, below `model.layers.N.`.
 
-    A single name for several projections means one fused tensor. A checkpoint without the tensor `gate_up` has those of `apart`.
+    A single name for several projections means one fused tensor. A checkpoint without the tensor `gate_up` has those of `apart`. Gates of
+    attention are outputs of the projection of queries, or of `gate`.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate: str | None = None
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     apart: tuple[str, ...] = ()
@@ -209,26 +211,28 @@ class Architecture:
 
     `name` is the class name in `architectures` of config.json, `aliases` are names of classes that compute the same, and `models` names
     published models. `text_types` are the values of `model_type` in the `text_config` of the classes `wrappers`, which also read images, or
-    beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone. The
-    default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of
-    the caps of attention scores and logits, and `logit_scale` that of the logits' factor; None means that config.json's are not read.
+    beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone.
+    Embeddings are multiplied by the square root of the hidden size if they are `scaled_embeddings`, or if that key of config.json says so.
+    The default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults
+    of the caps of attention scores and logits, and `logit_scale` that of the logits' factor; None means that config.json's are not read.
     `rotary` is the default part of each head that is rotated. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated
     together instead of numbers half the rotated part apart. In a model of `window_rotary` only layers with a window have rotary positions,
     unless there are no windows. Layers with a window have rotary positions of the base `local_theta` if it is set. A dynamic scaling with
     the entry `alpha` multiplies the base by a power of it. `position_type` is the default of `position_embedding_type`; None means that
     config.json's is not read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if
-    `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are listed. `qkv_bias` is the key of
-    whether queries, keys and values alone have biases, and its default. `inner` is the key of the MLP's inner size, and `norm_eps` that of
-    the number that norms add to squares. `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention
-    and after the MLP. With `whole_norms` the norms of queries and keys are those of all heads together; with `rotated_first` queries and
-    keys are rotated before their norms. Norms are `centred` if they shift numbers to mean 0 first, and may then have `norm_biases`. The MLP
-    of a `parallel` model reads what attention reads. With `sinks` each head has a score beside those of the keys. `global_head_dim` is the
-    default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With `gated_attention` the query
-    projection has gates too, head by head, whose sigmoids multiply the outputs. With a `recurrence` some layers keep a state instead of
-    keys and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as `layers_block_type` or
+    `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are listed. `biases` is the key of
+    whether all linear layers have biases, and its default, and `qkv_bias` that of whether queries, keys and values alone do. With a
+    `head_bias` the head has one. `inner` is the key of the MLP's inner size, and `norm_eps` that of the number that norms add to squares.
+    `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention and after the MLP. With `whole_norms`
+    the norms of queries and keys are those of all heads together; with `rotated_first` queries and keys are rotated before their norms.
+    Norms are `centred` if they shift numbers to mean 0 first, and may then have `norm_biases`. The MLP of a `parallel` model reads what
+    attention reads. With `sinks` each head has a score beside those of the keys. `global_head_dim` is the default size of heads of layers
+    with full attention, and means that layers differ as in Gemma 4. With `gated_attention` sigmoids of gates multiply the outputs; the
+    query projection has them too, head by head, or they have one of their own. With a `recurrence` some layers keep a state instead of keys
+    and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as `layers_block_type` or
     `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent vector. The `activation` is silu or gelu_tanh,
-    or relu2 for MLPs without a gate. With a `mixture` layers have experts, instead of an MLP or beside it, except those that config.json
-    names.
+    or relu2 or gelu_new for MLPs without a gate. With a `mixture` layers have experts, instead of an MLP or beside it, except those that
+    config.json names.
     """
 
     name: str
@@ -253,6 +257,8 @@ class Architecture:
 
     projections: Projections = Projections()
     norms: Norms = Norms()
+    biases: tuple[str, bool] | None = None
+    head_bias: bool = False
     qkv_bias: tuple[str, bool] | None = None
     output_bias: bool = True
     mlp_bias: bool = False
@@ -284,7 +290,7 @@ class Architecture:
     activation: str = "silu"
     query_scalar: float | None = None
     softcaps: tuple[float | None, float | None] | None = None
-    scaled_embeddings: bool = False
+    scaled_embeddings: bool | tuple[str, bool] = False
     multipliers: bool = False
     logit_scale: float | None = None
     global_head_dim: int | None = None
@@ -295,12 +301,19 @@ class Architecture:
     mixture: Mixture | None = None
 
     @property
+    def gated(self) -> bool:
+        """Whether MLPs and experts have a gate."""
+        return self.activation not in ("relu2", "gelu_new")
+
+    @property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """The entries of config.json that name the activation, and their names of the one that the architecture has."""
         if self.activation == "silu":
             return {"hidden_act": ("silu", "swish")}
         if self.activation == "relu2":
             return {"mlp_hidden_act" if self.single else "hidden_act": ("relu2",)}
+        if self.activation == "gelu_new":
+            return {"hidden_act": ("gelu_new", "gelu_pytorch_tanh")}
         # Gemma 1's published files say gelu, and mean its approximation.
         first = {"hidden_act": ("gelu_pytorch_tanh", "gelu")} if self.model_type == "gemma" else {}
         return {**first, "hidden_activation": ("gelu_pytorch_tanh",)}

@@ -25,7 +25,8 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 FUSED = ("qkv_proj", "gate_up_proj")
 """Those that Phi-3 has instead of some of them."""
 OTHER_NAMES = {"self_attn.out_proj": "o_proj", "feed_forward.w1": "gate_proj", "feed_forward.w3": "up_proj", "feed_forward.w2": "down_proj"}
-"""Their names in LFM2."""
+OTHER_NAMES |= {"self_attn.gate_proj": "gates of attention"}
+"""Their names in LFM2, and a module of Trinity that has the name of another."""
 REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "biases of B",

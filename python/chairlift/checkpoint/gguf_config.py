@@ -95,9 +95,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "partial_rotary_factor": rotary / head_dim,
         "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **dict.fromkeys(("attention_bias", (architecture.qkv_bias or ("attention_bias",))[0]), "blk.0.attn_q.bias" in file.tensors),
+        **_biases(file, architecture),
         "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
-        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors),
         "dtype": "float32",
         **latent,
         **({"norm_topk_prob": False} if experts else {}),
@@ -116,6 +115,15 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     if architecture is QWEN3:
         config |= _classifier(file, kind)
     return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+
+
+def _biases(file: GGUFFile, architecture: Architecture) -> dict[str, bool]:
+    """Returns the entries of config.json that say which linear layers have biases."""
+    attention = "blk.0.attn_q.bias" in file.tensors
+    if architecture.biases:
+        return {architecture.biases[0]: attention}
+    own = {architecture.qkv_bias[0]: attention} if architecture.qkv_bias else {}
+    return {"attention_bias": attention, "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors), **own}
 
 
 def _parts(
@@ -248,7 +256,7 @@ def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[s
     found: dict[str, Any] = {mixture.count: size("expert_count"), mixture.used: size("expert_used_count")}
     inner = None if mixture.inner == "moe_intermediate_size" else size("feed_forward_length")
     found[mixture.inner] = size("expert_feed_forward_length", inner)
-    if (normalised := file.get(f"{kind}.expert_weights_norm", bool)) is not None:
+    if (normalised := file.get(f"{kind}.expert_weights_norm", bool)) not in (None, mixture.normalised):
         found["norm_topk_prob"] = normalised
     if mixture.switch:
         found[mixture.switch] = True

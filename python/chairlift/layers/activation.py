@@ -17,12 +17,12 @@ def activate(x: torch.Tensor, activation: str, *, rounds: bool) -> Activations: 
 def activate(x: torch.Tensor, activation: str, *, rounds: bool = False) -> Activations:
     """Maps contiguous x [rows, 2 * columns], gates and what they gate, to activation(gate) * up [rows, columns].
 
-    The activation is silu or gelu_tanh (GELU's tanh approximation), or relu2 for x [rows, columns] without gates: the squares of positive
-    numbers. `rounds` rounds the result, as `round_rows` does.
+    The activation is silu or gelu_tanh (GELU's tanh approximation), or for x [rows, columns] without gates relu2, the squares of
+    positive numbers, or gelu_new, which is gelu_tanh. `rounds` rounds the result, as `round_rows` does.
     """
-    if activation == "relu2":
-        squares = x.relu().square_()
-        return round_rows(squares) if rounds else squares
+    if activation in ("relu2", "gelu_new"):
+        result = x.relu().square_() if activation == "relu2" else functional.gelu(x, approximate="tanh")
+        return round_rows(result) if rounds else result
     if x.is_cuda:
         # triton is only installed for GPUs.
         from chairlift.kernels import act_mul as kernel

@@ -151,7 +151,11 @@ class Attention(Block):
         self._heads = config.num_heads + 2 * config.num_kv_heads
         self.norm = weights.stream_norm(config.family.norms.attention)
         projected = (queries * (2 if self._gated else 1), kv, kv)
-        self.qkv = weights.merged(names.qkv, projected, config.hidden_size, config.qkv_bias, _order(config))
+        if names.gate:
+            projected = queries, kv, kv, queries
+        self.qkv = weights.merged(
+            (*names.qkv, *((names.gate,) if names.gate else ())), projected, config.hidden_size, config.qkv_bias, _order(config)
+        )
         self.rounds = self.qkv.rounds_activations
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
         self.post_norm = weights.stream_norm(config.family.norms.after_attention) if config.family.post_norms else None
@@ -253,12 +257,13 @@ def _order(config: ModelConfig) -> torch.Tensor | None:
     no product.
     """
     dim, head = config.head_dim, _spread_head(config)
-    if head == [*range(dim)] and not config.family.gated_attention:
+    gated = config.family.gated_attention and config.family.projections.gate is None
+    if head == [*range(dim)] and not gated:
         return None
-    pitch = dim * (2 if config.family.gated_attention else 1)
+    pitch = dim * (2 if gated else 1)
     queries, keys = config.num_heads * pitch, config.num_kv_heads * dim
     starts = [*range(0, queries, pitch), *range(queries, queries + keys, dim)]
-    gates = [at for start in range(dim, queries, pitch) for at in range(start, start + dim)] if config.family.gated_attention else []
+    gates = [at for start in range(dim, queries, pitch) for at in range(start, start + dim)] if gated else []
     rows = [*(start + at for start in starts for at in head), *range(queries + keys, queries + 2 * keys), *gates]
     return torch.tensor(rows)
 

@@ -115,7 +115,7 @@ class ModelConfig(ModelShape):
     @property
     def gated(self) -> bool:
         """Whether MLPs and experts have a gate."""
-        return self.family.activation != "relu2"
+        return self.family.gated
 
     @property
     def expert_counts(self) -> tuple[int, int]:
@@ -255,7 +255,8 @@ class ModelConfig(ModelShape):
         recurrence = parse_recurrence(raw, family, layers)
         kinds = (parse_names(raw, "layers_block_type") or []) if family.single else []
         attention, feeds = _parts(kinds, recurrence, layers)
-        bias = bool(raw.get("attention_bias", False)) and family.output_bias
+        every = family.biases is not None and bool(raw.get(*family.biases))
+        bias = every or (bool(raw.get("attention_bias", False)) and family.output_bias)
         raw = raw | {"max_position_embeddings": parse_size(raw, "max_position_embeddings", family.max_positions)}
         rope, local_rope = parse_ropes(raw, family, heads.rotated)
         return cls(
@@ -274,7 +275,7 @@ class ModelConfig(ModelShape):
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
             qkv_bias=bool(raw.get(*family.qkv_bias)) if family.qkv_bias else bias,
             output_bias=bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
+            mlp_bias=every or (bool(raw.get("mlp_bias", False)) and family.mlp_bias),
             qk_norm=family.qk_norm and bool(raw.get("use_qk_norm", True)),
             windows=heads.windows,
             temperature=parse_temperature(raw) if family.temperature else None,

@@ -33,7 +33,7 @@ _DESCRIPTIVE = re.compile(
     r"|((use|tune)_)?(vision|visual|image|video|audio|mm|mtp|num_mtp)_\w+|\w*projector_\w+|spatial_\w+|temporal_\w+|\w*fullatt_\w+"
     # What follows from other entries, or is read with others alone.
     r"|(qk_|attention_)?head_dim|num_key_value_heads|\w*max_(seq|sequence)?_?len(gth)?|seq_length|initial_context_length|experts_per_token"
-    r"|max_window_layers|use_sliding_window|(sliding_)?window_size|full_attention_interval|sliding_window_pattern|full_attn_idxs|intermediate_size|n_positions"
+    r"|max_window_layers|use_sliding_window|(sliding_)?window_size|full_attention_interval|sliding_window_pattern|global_attn_every_n_layers|full_attn_idxs|intermediate_size|n_positions"
     r"|moe_(norm_min|capacity|gate|use_aux_free)"
     r"|n_shared_experts|num_(local_)?experts|topk_method|(block_)?norm_eps|block_dim"
     r"|conv_(dim\w*|L_cache|bias)|num_heads|theta|expand|hidden_act|mamba_\w+"

@@ -70,7 +70,8 @@ class Llama:
         given = (weights, self.embedding.dtype, group, quantization, rounds_activations)
         self.layers = [_layer(LayerWeights(config, index, *given)) for index in range(config.num_layers)]
         self.norm = stream_norm(config, weights, config.family.norms.last)
-        self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape))
+        bias = weights.take("lm_head.bias", config.vocab_size) if config.family.head_bias else None
+        self.head = Linear(group.part(self.embedding) if config.tie_word_embeddings else weights.take("lm_head.weight", *shape), bias)
         device = self.embedding.device
         longest = longest or config.max_position_embeddings
         ropes = {layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, Attention | LatentAttention)}

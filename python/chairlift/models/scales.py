@@ -34,7 +34,8 @@ def parse_scales(raw: dict[str, Any], family: Architecture, hidden: int, attenti
         embedding, attention, residual, logits = (_number(raw, name, 1.0) or 1.0 for name in names)
         return Scales(embedding, attention, residual, 1.0 / logits, scores_cap, logits_cap)
     scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
-    embedding, attention = hidden**0.5 if family.scaled_embeddings else 1.0, scalar**-0.5 if scalar else attention
+    scaled = family.scaled_embeddings if isinstance(family.scaled_embeddings, bool) else raw.get(*family.scaled_embeddings)
+    embedding, attention = hidden**0.5 if scaled else 1.0, scalar**-0.5 if scalar else attention
     logits = _number(raw, "logit_scale", family.logit_scale) if family.logit_scale else None
     return Scales(embedding, attention, logits=logits or 1.0, scores_cap=scores_cap, logits_cap=logits_cap)
 

@@ -18,7 +18,7 @@ def parse_windows(raw: dict[str, Any], family: Architecture, layers: int) -> tup
     if rule is Windows.ALL or (rule is Windows.ALL_UNLESS_LISTED and types is None):
         return (window,) * layers
     if types is None and family.window_interval is not None:
-        interval = parse_size(raw, "sliding_window_pattern", family.window_interval)
+        interval = parse_size(raw, "sliding_window_pattern", raw.get("global_attn_every_n_layers", family.window_interval))
         return tuple(window if (layer + 1) % interval else None for layer in range(layers))
     if types is None and family.no_rope_interval is not None:
         return tuple(None if uses else window for uses in parse_rope_layers(raw, family, layers))

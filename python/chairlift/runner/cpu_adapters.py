@@ -45,7 +45,9 @@ class CpuAdapters(AdapterStore):
             blocks.append(([], []))
         elif model.attention[layer]:
             queries, keys, gates = updates("q_proj"), updates("k_proj"), list[Update | None]()
-            if model.family.gated_attention:
+            if model.family.projections.gate:
+                gates = [None]
+            elif model.family.gated_attention:
                 queries, gates = _by_head(changes.get((layer, "q_proj")), model.num_heads)
             if model.family.adjacent_pairs:
                 queries, keys = (_in_halves(changes.get((layer, name)), model, heads) for name, heads in _heads(model))

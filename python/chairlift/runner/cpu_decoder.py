@@ -70,7 +70,7 @@ class _Builder:
         """The matrix of the logits: that of all tokens, or of a classifier."""
         model, name = self.model, self.model.embedding if self.model.tie_word_embeddings else "lm_head"
         if model.classifier is None:
-            return self.linear({name: model.vocab_size}, model.hidden_size)
+            return self.linear({name: model.vocab_size}, model.hidden_size, model.family.head_bias)
         if not model.classifier.tokens:
             if self.weights.has("lm_head.weight"):
                 self.weights.part("lm_head.weight", model.vocab_size, model.hidden_size)  # not used, and known
@@ -119,6 +119,8 @@ class _Builder:
         heads, head_dim = model.heads_of(index)
         queries, kv = model.num_heads * head_dim, heads * head_dim
         outs = _named(prefix, model.family.projections.qkv, (queries, kv, kv))
+        if model.family.projections.gate:
+            outs |= {prefix + model.family.projections.gate: queries}
         shared = kv_place[2]
         rope = self.ropes.index(model.rope if model.windows[index] is None else model.local_rope)
         names = (prefix + model.family.norms.query, prefix + model.family.norms.key)
@@ -130,7 +132,7 @@ class _Builder:
         return _core.DecoderBlock.attention(
             norm=self.input_norm(prefix, model.family.norms.attention),
             qkv_proj=self.gated_qkv(outs, head_dim)
-            if model.family.gated_attention
+            if model.family.gated_attention and model.family.projections.gate is None
             else self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
             gated=model.family.gated_attention,
             kv=kv_place,

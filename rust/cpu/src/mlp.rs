@@ -22,6 +22,8 @@ pub enum Inner {
     Gated(Activation),
     /// The squares of the positive numbers of `up_proj(x)`, and 0 for the others (Nemotron H).
     ReluSquared,
+    /// GELU of `up_proj(x)`, with the tanh approximation (`StarCoder2`).
+    GeluTanh,
 }
 
 impl Inner {
@@ -35,6 +37,7 @@ impl Inner {
         match self {
             Self::Gated(activation) => Epilogue::Gate(activation),
             Self::ReluSquared => Epilogue::ReluSquared,
+            Self::GeluTanh => Epilogue::GeluTanh,
         }
     }
 }

@@ -348,7 +348,11 @@ fn mlp_of(gate_up_proj: &Linear, down_proj: &Linear, inner: cpu::Inner) -> PyRes
 }
 
 fn inner_of(activation: &str) -> PyResult<cpu::Inner> {
-    if activation == "relu2" { Ok(cpu::Inner::ReluSquared) } else { activation_of(activation).map(cpu::Inner::Gated) }
+    match activation {
+        "relu2" => Ok(cpu::Inner::ReluSquared),
+        "gelu_new" => Ok(cpu::Inner::GeluTanh),
+        _ => activation_of(activation).map(cpu::Inner::Gated),
+    }
 }
 
 fn activation_of(name: &str) -> PyResult<cpu::Activation> {

@@ -30,7 +30,7 @@ FP8_ALIGNMENT = 16
 BEYOND_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM")
 """Architectures whose activations exceed float16's largest number, 65504. vLLM computes none of them in float16 either.
 
-Those without gates in MLPs do too, because they square numbers.
+Those that square numbers do too.
 """
 
 Bf16Products = Literal["none", "vectors", "tiles"]
@@ -255,7 +255,7 @@ def _compute(
     config: EngineConfig, model: ModelShape, available: int, quantised: str | None, quantization: str | None, is_gguf: bool
 ) -> tuple[str, str]:
     """torch's dtype of activations and the reason. It is the checkpoint's on a CUDA device, float32 on a CPU if that fits."""
-    large = model.architecture in BEYOND_FLOAT16 or (isinstance(model, ModelConfig) and not model.gated)
+    large = model.architecture in BEYOND_FLOAT16 or (isinstance(model, ModelConfig) and model.family.activation == "relu2")
     if config.dtype == "float16" and large:
         raise InvalidSetting(f"--dtype float16: activations of {model.architecture} exceed its largest number; take bfloat16")
     if config.dtype != "auto":

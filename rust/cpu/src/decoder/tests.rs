@@ -349,6 +349,10 @@ fn a_block_table_without_such_blocks_panics_and_the_next_step_runs() {
     assert!(run(&mut decoder, KvDType::F32, &[&sequence], &[64]) == expected);
 }
 
+fn small_mlp(linear: &impl Fn(usize, usize) -> Linear) -> Mlp {
+    Mlp { gate_up_proj: linear(4, 8), down_proj: linear(8, 4), inner: Inner::GeluTanh }
+}
+
 #[test]
 fn weights_that_do_not_fit_each_other_are_refused() {
     let packed = |isa: Isa, outs: usize, ins: usize| {
@@ -369,6 +373,13 @@ fn weights_that_do_not_fit_each_other_are_refused() {
         let made = Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), rms(vec![1.0; 8]), embedding, None, wide(10, 8));
         assert_eq!(made.is_ok(), isa == Isa::best(), "all weights must be packed for one instruction set");
     }
+    let after = |kind: BlockKind| {
+        let block = |input, kind| Block { input, kind, post_norm: None, residual_scale: 1.0, stream_scale: 1.0 };
+        let blocks = vec![block(Input::Stream, kind), block(Input::Before, BlockKind::Mlp(small_mlp(&wide)))];
+        let config = config(8, 2, 1, 4, vec![1.0, 0.1]);
+        Decoder::new(ThreadPool::new(1).expect("threads"), config, blocks, rms(vec![1.0; 8]), None, None, wide(10, 8)).is_ok()
+    };
+    assert!(!after(BlockKind::Mlp(small_mlp(&wide))), "only attention keeps its input");
     let with = |config: DecoderConfig| {
         Decoder::new(ThreadPool::new(1).expect("threads"), config, Vec::new(), rms(vec![1.0; 8]), None, None, wide(10, 8)).is_ok()
     };

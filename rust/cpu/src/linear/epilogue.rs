@@ -35,6 +35,8 @@ pub(crate) enum Epilogue {
     Softcap(f32),
     /// Store GELU of the sums.
     Gelu,
+    /// Store GELU of the sums, with the tanh approximation.
+    GeluTanh,
     /// Store the squares of positive sums, and 0 for the others.
     ReluSquared,
 }
@@ -73,6 +75,7 @@ impl Kernel for Finish<'_> {
                 }
                 Epilogue::Softcap(cap) => map(s, sums, |x| softcap(s, x, cap)),
                 Epilogue::Gelu => map(s, sums, |x| gelu(s, x)),
+                Epilogue::GeluTanh => map(s, sums, |x| swish(s, x, twice_tanh(s, x))),
                 Epilogue::ReluSquared => map(s, sums, |x| {
                     // NaN is the result if it is the second argument.
                     let positive = s.max(s.splat(0.0), x);
@@ -171,12 +174,15 @@ fn activate<S: Simd>(s: S, gates: &mut [f32], ups: &mut [f32], activation: Activ
             map(s, gates, |x| gelu(s, x));
             gates.iter_mut().zip(ups).for_each(|(gate, up)| *gate *= *up);
         }
-        // `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
-        Activation::GeluTanh => gate(s, gates, ups, |gate| {
-            let cubic = s.fma(s.mul(gate, gate), s.splat(0.044_715), s.splat(1.0));
-            s.mul(s.mul(gate, cubic), s.splat(2.0 * 0.797_884_6))
-        }),
+        Activation::GeluTanh => gate(s, gates, ups, |gate| twice_tanh(s, gate)),
     }
+}
+
+/// The argument of the sigmoid by which GELU with the tanh approximation multiplies x: `0.5 * (1 + tanh(u))` equals `sigmoid(2 * u)`.
+#[inline(always)]
+fn twice_tanh<S: Simd>(s: S, x: S::F) -> S::F {
+    let cubic = s.fma(s.mul(x, x), s.splat(0.044_715), s.splat(1.0));
+    s.mul(s.mul(x, cubic), s.splat(2.0 * 0.797_884_6))
 }
 
 /// Replaces each gate by `gate * sigmoid(argument(gate)) * up`.
