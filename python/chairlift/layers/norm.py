@@ -34,7 +34,7 @@ def add_normalise(
 ) -> Activations:
     """Adds x to residual in place and returns the normalised sum (see `normalise`). `inner` is a norm of x before the addition."""
     if norm is not None and not norm.centred:
-        return add_rms_norm(x, residual, norm.weight, norm.eps, inner=inner and inner.weight, rounds=rounds)
+        return add_rms_norm(x, residual, norm.weight, norm.eps, inner=None if inner is None else inner.weight, rounds=rounds)
     residual.add_(x if inner is None else rms_norm(x, inner.weight, inner.eps))
     return normalise(residual, norm, rounds=rounds)
 

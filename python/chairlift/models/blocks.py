@@ -150,11 +150,10 @@ class Attention(Block):
         queries, kv = config.num_heads * self._dim, config.num_kv_heads * self._dim
         self._heads = config.num_heads + 2 * config.num_kv_heads
         self.norm = weights.stream_norm(config.family.norms.attention)
-        projected = (queries * (2 if self._gated else 1), kv, kv)
-        if names.gate:
-            projected = queries, kv, kv, queries
+        wide = queries * (2 if self._gated and names.gate is None else 1)
+        gates = {names.gate: queries} if names.gate else {}
         self.qkv = weights.merged(
-            (*names.qkv, *((names.gate,) if names.gate else ())), projected, config.hidden_size, config.qkv_bias, _order(config)
+            (*names.qkv, *gates), (wide, kv, kv, *gates.values()), config.hidden_size, config.qkv_bias, _order(config)
         )
         self.rounds = self.qkv.rounds_activations
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)

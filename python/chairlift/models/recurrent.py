@@ -25,13 +25,13 @@ class Recurrent(Block):
         self._state_index = sum(layers.layers[: weights.index])
         self.norm = weights.stream_norm(config.family.norms.attention)
         kind, source = layers.names.kind, weights.source
+        taps = source.floats(f"{prefix}{layers.names.convolution}.weight", layers.channels, 1, layers.taps)
         if kind is RecurrentKind.DELTA:
-            self._projections = _delta_projections(weights, layers, self.norm.device)
+            self._projections = _delta_projections(weights, layers, taps.device)
         else:
             names = [layers.names.prefix + name for name in layers.names.projections]
             self._projections = [weights.merged(names, (layers.projected,), layers.hidden, layers.bias)]
         self.rounds = all(projection.rounds_activations for projection in self._projections)
-        taps = source.floats(f"{prefix}{layers.names.convolution}.weight", layers.channels, 1, layers.taps)
         self._convolution = Convolution(
             taps=taps.view(layers.channels, layers.taps).t().contiguous(),
             bias=source.floats(f"{prefix}{layers.names.convolution}.bias", layers.channels) if layers.conv_bias else None,

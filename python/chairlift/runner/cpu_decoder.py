@@ -103,7 +103,7 @@ class _Builder:
         biases = [self.vector(f"{own}{name}.bias", layers.projected) for name in layers.names.projections] if layers.bias else []
         taps, bias = recurrent_weights.convolution(self.weights, layers, prefix)
         return _core.DecoderBlock.recurrent(
-            norm=self.input_norm(prefix, model.family.norms.attention),
+            norm=self.stream_norm(f"{prefix}{model.family.norms.attention}"),
             in_proj=self.pack([[part] for part in matrices], names, model.hidden_size, biases[0] if biases else None),
             taps=taps,
             bias=bias,
@@ -162,7 +162,7 @@ class _Builder:
             query_up = self.linear({f"{own}q_b_proj": latent.queries}, rank)
         keys, values = keys_and_values(self.weights, latent, own)
         return _core.DecoderBlock.latent_attention(
-            norm=self.input_norm(prefix, model.family.norms.attention),
+            norm=self.stream_norm(f"{prefix}{model.family.norms.attention}"),
             in_proj=in_proj,
             query_norm=query_norm,
             query_up=query_up,

@@ -14,8 +14,12 @@ def part_of(model: ModelShape, size: int) -> ModelConfig:
     flag = f"--tensor-parallel-size {size}"
     if not isinstance(model, ModelConfig):
         raise InvalidSetting(f"{flag}: transformers' code for {model.architecture} cannot be split, only Chairlift's own models can")
-    parts = {"latents": model.latent, "experts": model.experts, "recurrent layers": model.recurrence}
-    parts["norms of all heads together"] = model.family.whole_norms
+    parts = {
+        "latents": model.latent is not None,
+        "experts": model.experts is not None,
+        "recurrent layers": model.recurrence is not None,
+        "norms of all heads together": model.family.whole_norms,
+    }
     if whole := " and ".join(name for name, part in parts.items() if part):
         raise InvalidSetting(
             f"{flag}: the {whole} of {model.architecture} cannot be split: leave it out. The model must fit into one device, and "
