@@ -49,7 +49,7 @@ pub struct Block {
 /// What a block reads.
 #[derive(Debug)]
 pub enum Input {
-    /// The residual stream (OLMo 2).
+    /// The residual stream (`OLMo` 2).
     Stream,
     /// The normalised residual stream.
     Normed(Norm),
