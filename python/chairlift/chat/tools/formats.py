@@ -255,24 +255,12 @@ class DeepSeek(ToolParser):
                 raise InvalidCall
             yield from self._attempt(self._arguments(name))
             yield from self._skip_space("`")
-            if not (yield from self._next_mark(call_end)):
-                return
+            self._raw.clear()
+            yield from self._expect_one_of(call_end)
             yield from self._skip_space()
-            if (yield from self._next_mark(call, end)) != call:
+            self._raw.clear()
+            if (yield from self._expect_one_of(call, end)) == end:
                 return
-
-    def _next_mark(self, *marks: str) -> Generator[None, None, str]:
-        """Consumes and returns one of `marks`; "" at the end of the text. Part of a mark stays in the text, so that `end` can drop it."""
-        while not (found := next((mark for mark in marks if self._text.startswith(mark, self._at)), "")):
-            rest = self._text[self._at :]
-            if not rest and self._over:
-                return ""
-            if self._over or not any(mark.startswith(rest) for mark in marks):
-                raise InvalidCall
-            yield
-        self._raw.append(found)
-        self._at += len(found)
-        return found
 
     def _call_name(self, head: str) -> Generator[None, None, str]:
         """Returns the function of a call with this text before its separator."""

@@ -198,15 +198,18 @@ class ToolParser(ABC):
         self._take()
 
     def _expect_one_of(self, *expected: str) -> Generator[None, None, str]:
-        """Consumes and returns one of the texts `expected`."""
-        read = ""
-        while read not in expected:
-            character = yield from self._peek()
-            if not character or not any(text.startswith(read + character) for text in expected):
+        """Consumes and returns one of the texts `expected`. A part of one stays in the text while it may go on: `end` may drop it."""
+        while not (found := next((one for one in expected if self._text.startswith(one, self._at)), "")):
+            rest = self._text[self._at :]
+            if self._over:
+                self._raw.append(rest)
+                self._at = len(self._text)
+            if self._over or not any(one.startswith(rest) for one in expected):
                 raise InvalidCall
-            read += character
-            self._take()
-        return read
+            yield
+        self._raw.append(found)
+        self._at += len(found)
+        return found
 
     def _text_until(self, mark: str, limit: int | None = None) -> Generator[None, None, str]:
         """Consumes text up to and including `mark`; returns the text before it, of at most `limit` characters."""

@@ -547,6 +547,18 @@ def test_a_stop_string_within_the_marks_after_a_call_leaves_the_call_alone(synta
             assert "".join(one.arguments if isinstance(one, ToolCallDelta) else one for one in news) == '{"a": 1}', stop
 
 
+@pytest.mark.parametrize("syntax", ["deepseek", "kimi_k2"])
+def test_an_answer_that_breaks_off_within_the_marks_after_a_call_has_the_call(syntax):
+    form = TOOL_PARSERS[syntax].call_format("")
+    text = f'{form.begin}{form.before}f{form.between}{{"a": 1}}{form.after}{form.end}'
+    for end in range(text.index("}") + 1, len(text)):
+        parser = TOOL_PARSERS[syntax](NAMES, lambda: "id")
+        news = parser.push(text[:end]) + parser.end()
+        assert "".join(one.arguments for one in news if isinstance(one, ToolCallDelta)) == '{"a": 1}', end
+        rest = "".join(one for one in news if isinstance(one, str))
+        assert rest == "" or form.after.startswith(rest) or form.end.startswith(rest), rest
+
+
 def test_mistral_s_ids_are_what_its_templates_take():
     ids = {TOOL_PARSERS["mistral"].new_id() for _ in range(20)}
     assert len(ids) == 20
