@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from chairlift.gate import token_counter
 from chairlift.gate.prompt import MAX_PARTS, read_body, read_prompt, tokens
 from chairlift.gate.token_counter import TokenCounter
 from chairlift.server.tokenizing import LONG, Tokenizing
+from chairlift.server.work import CURRENT_WORK, Work
 from chairlift.tokenizer import Tokenizer
 
 
@@ -93,6 +95,14 @@ def test_a_text_that_the_tokenizer_cannot_read_is_counted_by_bytes(tmp_path, cap
     assert "bytes are counted" in caplog.text
 
 
+def busy():
+    """Takes 10 ms of CPU time, and returns how much it was."""
+    began = time.thread_time()
+    while (taken := time.thread_time() - began) < 0.01:
+        pass
+    return taken
+
+
 def test_the_gate_counts_with_it_from_the_first_request_on(folder):
     async def main():
         async def answer(request):
@@ -107,6 +117,10 @@ def test_the_gate_counts_with_it_from_the_first_request_on(folder):
             assert (await http.post("/v1/completions", json={"prompt": text}, headers={"x-request-id": "one"})).status_code == 200
             explained = (await http.get("/v1/requests/one/explain")).json()["sequences"][0]
             assert 700 <= explained["prompt_tokens"] <= 702
+            # What threads do is counted for the request that they do it for.
+            CURRENT_WORK.set(work := Work())
+            taken = await asyncio.to_thread(busy)
+            assert work.seconds >= taken
 
     asyncio.run(main())
 

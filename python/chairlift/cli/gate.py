@@ -127,8 +127,10 @@ async def _serve(args: argparse.Namespace, access: Access, listener: socket.sock
     from chairlift.server.http.sockets import open_path
     from chairlift.server.model import ServedModel
     from chairlift.server.supervisor import Supervisor
+    from chairlift.server.work import WorkThreads
     from chairlift.tokenizer import Tokenizer
 
+    asyncio.get_running_loop().set_default_executor(WorkThreads(thread_name_prefix="asyncio"))
     server, began = args.server, time.monotonic()
     source = args.engine.tokenizer
     tokenizer = None if source is None else Tokenizer(Path(source).expanduser(), source)
