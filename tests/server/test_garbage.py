@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chairlift.engine.background import ask_to_end, cancel, in_background
+from chairlift.engine.background import cancel, in_background
 from chairlift.server import garbage
 
 
@@ -106,27 +106,6 @@ def test_a_server_that_is_always_busy_collects_too(quick, monkeypatch):
                 assert kept
 
     asyncio.run(main())
-
-
-def test_a_task_that_was_cancelled_twice_ends_its_last_work():
-    async def run():
-        stored = []
-
-        async def work():
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await asyncio.sleep(0)
-                stored.append("answers")
-
-        task = asyncio.create_task(work())
-        await asyncio.sleep(0)
-        ask_to_end([task])
-        await asyncio.sleep(0)
-        await cancel([task])
-        return stored
-
-    assert asyncio.run(run()) == ["answers"]
 
 
 def test_a_task_in_which_a_timeout_has_just_expired_is_cancelled():

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from chairlift.checkpoint.weight_files import info_before_load, weight_bytes
 from chairlift.config import EngineConfig
-from chairlift.engine.background import ask_to_end, cancel
+from chairlift.engine.background import cancel
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.server.admin import AdminApp
 from chairlift.server.app import PROBES, application, guarded
@@ -158,7 +158,7 @@ class Supervisor:
                 if broken := not self._stop_requested.is_set():
                     ended = crashed if crashed.done() else http
                     logger.critical("shutting down: a task of the server ended", exc_info=ended.exception())
-                ask_to_end(background[1:])  # the batches' requests go on at the next start
+                await cancel(background[1:])  # the batches' requests go on at the next start
                 await self._drain()
         finally:
             # The engines close first: open requests end with an error message before their connections close.
