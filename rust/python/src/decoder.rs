@@ -5,13 +5,13 @@ use std::sync::Mutex;
 use chairlift_cpu as cpu;
 use cpu::{Isa, TileSupport};
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::caches::{KvCache, StateCache, no_memory};
+use crate::copied::{Copied, numbers};
 use crate::errors::{invalid, taken, unknown};
-use crate::linear::{Adapter, Linear, isa_of};
+use crate::linear::{Adapter, Taken, isa_of};
 use crate::threads::{ThreadPool, lock, started};
 
 /// The instruction sets that the kernels can use on this machine. The first is the fastest.
@@ -66,16 +66,9 @@ pub(crate) fn provide_grid(kind: u32, values: PyReadonlyArray1<'_, i8>) -> PyRes
 pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
 
 impl DecoderBlock {
-    fn of(
-        py: Python<'_>,
-        input: cpu::Input,
-        kind: cpu::BlockKind,
-        post_norm: Option<PyBuffer<f32>>,
-        residual_scale: f32,
-        stream_scale: f32,
-    ) -> PyResult<Self> {
-        let post_norm = post_norm.map(|norm| norm.to_vec(py)).transpose()?;
-        Ok(Self(Mutex::new(Some(cpu::Block { input, kind, post_norm, residual_scale, stream_scale }))))
+    fn of(norm: Option<Copied<f32>>, kind: cpu::BlockKind, post_norm: Option<Copied<f32>>, residual_scale: f32, stream_scale: f32) -> Self {
+        let (norm, post_norm) = (numbers(norm), numbers(post_norm));
+        Self(Mutex::new(Some(cpu::Block { norm, kind, post_norm, residual_scale, stream_scale })))
     }
 }
 
@@ -109,46 +102,37 @@ impl DecoderBlock {
         rope=None, softcap=None, window=None, sinks=None, post_norm=None, residual_scale=1.0
     ))]
     fn attention(
-        py: Python<'_>,
-        norm: Option<NormArgs>,
-        qkv_proj: &Linear,
+        norm: Copied<f32>,
+        qkv_proj: Taken,
         kv: (usize, usize, bool),
-        o_proj: &Linear,
+        o_proj: Taken,
         scale: f32,
         gated: bool,
         temperature: Option<(f32, i32)>,
-        qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
-        rotated_first: bool,
-        value_norm: Option<PyBuffer<f32>>,
+        qk_norm: Option<(Copied<f32>, Copied<f32>)>,
+        value_norm: Option<Copied<f32>>,
         rope: Option<usize>,
         softcap: Option<f32>,
         window: Option<usize>,
-        sinks: Option<PyBuffer<f32>>,
-        post_norm: Option<PyBuffer<f32>>,
+        sinks: Option<Copied<f32>>,
+        post_norm: Option<Copied<f32>>,
         residual_scale: f32,
-    ) -> PyResult<Self> {
-        let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
-        let (qkv_proj, o_proj) = (qkv_proj.take()?, o_proj.take()?);
-        let kv = cpu::KvPlace { cache: kv.0, layer: kv.1, shared: kv.2 };
-        let sinks = sinks.map(|sinks| sinks.to_vec(py)).transpose()?;
-        let value_norm = value_norm.map(|norm| norm.to_vec(py)).transpose()?;
-        let temperature = temperature.map(|(beta, span)| cpu::Temperature { beta, span });
+    ) -> Self {
         let attention = cpu::SelfAttention {
-            qkv_proj,
+            qkv_proj: qkv_proj.0,
             gated,
-            kv,
-            o_proj,
-            qk_norm,
-            rotated_first,
-            value_norm,
+            kv: cpu::KvPlace { cache: kv.0, layer: kv.1, shared: kv.2 },
+            o_proj: o_proj.0,
+            qk_norm: qk_norm.map(|(q, k)| [q.0, k.0]),
+            value_norm: numbers(value_norm),
             rope,
             scale,
-            temperature,
+            temperature: temperature.map(|(beta, span)| cpu::Temperature { beta, span }),
             softcap,
             window,
-            sinks,
+            sinks: numbers(sinks),
         };
-        Self::of(py, input_of(py, norm.as_ref(), false)?, cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
+        Self::of(Some(norm), cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
     }
 
     #[staticmethod]
@@ -156,48 +140,45 @@ impl DecoderBlock {
         *, norm, in_proj, latent_norm, key_up, value_up, kv, o_proj, rope, adjacent, scale, eps, query_norm=None, query_up=None
     ))]
     fn latent_attention(
-        py: Python<'_>,
-        norm: NormArgs,
-        in_proj: &Linear,
-        latent_norm: PyBuffer<f32>,
-        key_up: &Linear,
-        value_up: &Linear,
+        norm: Copied<f32>,
+        in_proj: Taken,
+        latent_norm: Copied<f32>,
+        key_up: Taken,
+        value_up: Taken,
         kv: (usize, usize, bool),
-        o_proj: &Linear,
+        o_proj: Taken,
         rope: usize,
         adjacent: bool,
         scale: f32,
         eps: f32,
-        query_norm: Option<PyBuffer<f32>>,
-        query_up: Option<&Linear>,
-    ) -> PyResult<Self> {
-        let query = query_norm.zip(query_up).map(|(norm, up)| Ok::<_, PyErr>(cpu::QueryLatent { norm: norm.to_vec(py)?, up: up.take()? }));
+        query_norm: Option<Copied<f32>>,
+        query_up: Option<Taken>,
+    ) -> Self {
         let attention = cpu::LatentAttention {
-            in_proj: in_proj.take()?,
-            query: query.transpose()?,
-            norm: latent_norm.to_vec(py)?,
+            in_proj: in_proj.0,
+            query: query_norm.zip(query_up).map(|(norm, up)| cpu::QueryLatent { norm: norm.0, up: up.0 }),
+            norm: latent_norm.0,
             eps,
-            key_up: key_up.take()?,
-            value_up: value_up.take()?,
-            o_proj: o_proj.take()?,
+            key_up: key_up.0,
+            value_up: value_up.0,
+            o_proj: o_proj.0,
             kv: cpu::KvPlace { cache: kv.0, layer: kv.1, shared: kv.2 },
             rope,
             adjacent,
             scale,
         };
-        Self::of(py, input_of(py, Some(&norm), false)?, cpu::BlockKind::Latent(Box::new(attention)), None, 1.0, 1.0)
+        Self::of(Some(norm), cpu::BlockKind::Latent(Box::new(attention)), None, 1.0, 1.0)
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, norm, in_proj, taps, out_proj, layer, bias=None, heads=None, residual_scale=1.0))]
     fn recurrent(
-        py: Python<'_>,
-        norm: NormArgs,
-        in_proj: &Linear,
-        taps: PyBuffer<f32>,
-        out_proj: &Linear,
+        norm: Copied<f32>,
+        in_proj: Taken,
+        taps: Copied<f32>,
+        out_proj: Taken,
         layer: usize,
-        bias: Option<PyBuffer<f32>>,
+        bias: Option<Copied<f32>>,
         heads: Option<&RecurrentHeads>,
         residual_scale: f32,
     ) -> PyResult<Self> {
@@ -205,43 +186,37 @@ impl DecoderBlock {
             None => cpu::RecurrentKind::Convolution,
             Some(heads) => cpu::RecurrentKind::Heads(Box::new(lock(&heads.0).take().ok_or_else(|| taken("blocks"))?)),
         };
-        let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
-        let (in_proj, out_proj, taps) = (in_proj.take()?, out_proj.take()?, taps.to_vec(py)?);
-        let recurrent = cpu::Recurrent { in_proj, taps, bias, kind, out_proj, layer };
-        Self::of(py, input_of(py, Some(&norm), false)?, cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0)
+        let recurrent = cpu::Recurrent { in_proj: in_proj.0, taps: taps.0, bias: numbers(bias), kind, out_proj: out_proj.0, layer };
+        Ok(Self::of(Some(norm), cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0))
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", parallel=false, post_norm=None, residual_scale=1.0, stream_scale=1.0))]
     fn mlp(
-        py: Python<'_>,
-        norm: Option<NormArgs>,
-        gate_up_proj: &Linear,
-        down_proj: &Linear,
+        norm: Copied<f32>,
+        gate_up_proj: Taken,
+        down_proj: Taken,
         activation: &str,
-        parallel: bool,
-        post_norm: Option<PyBuffer<f32>>,
+        post_norm: Option<Copied<f32>>,
         residual_scale: f32,
         stream_scale: f32,
     ) -> PyResult<Self> {
-        let mlp = mlp_of(gate_up_proj, down_proj, inner_of(activation)?)?;
-        Self::of(py, input_of(py, norm.as_ref(), parallel)?, cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale)
+        let mlp = cpu::Mlp { gate_up_proj: gate_up_proj.0, down_proj: down_proj.0, inner: inner_of(activation)? };
+        Ok(Self::of(Some(norm), cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale))
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, gate, projection, layer, activation, post_norm, stream_scale=1.0))]
     fn layer_input(
-        py: Python<'_>,
-        gate: &Linear,
-        projection: &Linear,
+        gate: Taken,
+        projection: Taken,
         layer: usize,
         activation: &str,
-        post_norm: PyBuffer<f32>,
+        post_norm: Copied<f32>,
         stream_scale: f32,
     ) -> PyResult<Self> {
-        let activation = activation_of(activation)?;
-        let input = cpu::LayerInput { gate: gate.take()?, projection: projection.take()?, layer, activation };
-        Self::of(py, cpu::Input::Stream, cpu::BlockKind::LayerInput(input), Some(post_norm), 1.0, stream_scale)
+        let input = cpu::LayerInput { gate: gate.0, projection: projection.0, layer, activation: activation_of(activation)? };
+        Ok(Self::of(None, cpu::BlockKind::LayerInput(input), Some(post_norm), 1.0, stream_scale))
     }
 
     #[staticmethod]
@@ -250,25 +225,24 @@ impl DecoderBlock {
         normalised=None, scale=1.0, expert_scales=None, shared=None, shared_gate=false, norms=None, post_norm=None, residual_scale=1.0, stream_scale=1.0
     ))]
     fn mixture(
-        py: Python<'_>,
-        norm: Option<NormArgs>,
-        router: &Linear,
-        gate_up_proj: &Linear,
-        down_proj: &Linear,
+        norm: Copied<f32>,
+        router: Taken,
+        gate_up_proj: Taken,
+        down_proj: Taken,
         scores: &str,
         used: usize,
         activation: &str,
         parallel: bool,
         clamp: Option<(f32, f32)>,
-        bias: Option<PyBuffer<f32>>,
+        bias: Option<Copied<f32>>,
         groups: Option<(usize, usize, usize)>,
         normalised: Option<f32>,
         scale: f32,
-        expert_scales: Option<PyBuffer<f32>>,
-        shared: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>)>,
+        expert_scales: Option<Copied<f32>>,
+        shared: Option<(Taken, Taken)>,
         shared_gate: bool,
-        norms: Option<[PyBuffer<f32>; 4]>,
-        post_norm: Option<PyBuffer<f32>>,
+        norms: Option<[Copied<f32>; 4]>,
+        post_norm: Option<Copied<f32>>,
         residual_scale: f32,
         stream_scale: f32,
     ) -> PyResult<Self> {
@@ -282,32 +256,26 @@ impl DecoderBlock {
             Some((slope, limit)) => cpu::Inner::Gated(cpu::Activation::Clamped { slope, limit }),
             None => inner_of(activation)?,
         };
-        let [bias, expert_scales] = [bias, expert_scales].map(|numbers| numbers.map(|numbers| numbers.to_vec(py)).transpose());
-        let (bias, expert_scales) = (bias?, expert_scales?);
         let norms = norms.map(|norms| {
-            let [router, input, output, shared_output] = norms.map(|norm| norm.to_vec(py));
-            Ok::<_, PyErr>(cpu::MixtureNorms { router: router?, input: input?, output: output?, shared_output: shared_output? })
+            let [router, input, output, shared_output] = norms.map(|norm| norm.0);
+            cpu::MixtureNorms { router, input, output, shared_output }
         });
         let groups = groups.map(|(count, used, best)| cpu::ExpertGroups { count, used, best });
-        let shared =
-            shared.map(|(gate_up, down)| Ok::<_, PyErr>(cpu::SharedExpert { mlp: mlp_of(&gate_up, &down, inner)?, gated: shared_gate }));
+        let shared = shared.map(|(gate_up, down)| {
+            let mlp = cpu::Mlp { gate_up_proj: gate_up.0, down_proj: down.0, inner };
+            cpu::SharedExpert { mlp, gated: shared_gate }
+        });
+        let (bias, expert_scales) = (numbers(bias), numbers(expert_scales));
         let mixture = cpu::Mixture {
-            router: router.take()?,
+            router: router.0,
             choice: cpu::Choice { scores, used, bias, groups, normalised, scale, expert_scales },
-            gate_up_proj: gate_up_proj.take()?,
-            down_proj: down_proj.take()?,
+            gate_up_proj: gate_up_proj.0,
+            down_proj: down_proj.0,
             inner,
-            shared: shared.transpose()?,
-            norms: norms.transpose()?,
+            shared,
+            norms,
         };
-        Self::of(
-            py,
-            input_of(py, norm.as_ref(), parallel)?,
-            cpu::BlockKind::Mixture(Box::new(mixture)),
-            post_norm,
-            residual_scale,
-            stream_scale,
-        )
+        Ok(Self::of(Some(norm), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, stream_scale))
     }
 }
 
@@ -320,31 +288,26 @@ impl RecurrentHeads {
     #[new]
     #[pyo3(signature = (*, count, groups, key_size, value_size, rates, step_bias, norm, norm_group, tiled=false, skip=None, steps=None))]
     fn new(
-        py: Python<'_>,
         count: usize,
         groups: usize,
         key_size: usize,
         value_size: usize,
-        rates: PyBuffer<f32>,
-        step_bias: PyBuffer<f32>,
-        norm: PyBuffer<f32>,
+        rates: Copied<f32>,
+        step_bias: Copied<f32>,
+        norm: Copied<f32>,
         norm_group: usize,
         tiled: bool,
-        skip: Option<PyBuffer<f32>>,
+        skip: Option<Copied<f32>>,
         steps: Option<(f32, f32)>,
-    ) -> PyResult<Self> {
+    ) -> Self {
         let rule = match skip {
             None => cpu::Rule::Delta,
-            Some(skip) => cpu::Rule::Space { skip: skip.to_vec(py)?, steps: steps.unwrap_or((0.0, f32::INFINITY)) },
+            Some(skip) => cpu::Rule::Space { skip: skip.0, steps: steps.unwrap_or((0.0, f32::INFINITY)) },
         };
-        let (rates, step_bias, norm) = (rates.to_vec(py)?, step_bias.to_vec(py)?, norm.to_vec(py)?);
+        let (rates, step_bias, norm) = (rates.0, step_bias.0, norm.0);
         let heads = cpu::Heads { count, groups, key_size, value_size, tiled, rates, step_bias, rule, norm, norm_group };
-        Ok(Self(Mutex::new(Some(heads))))
+        Self(Mutex::new(Some(heads)))
     }
-}
-
-fn mlp_of(gate_up_proj: &Linear, down_proj: &Linear, inner: cpu::Inner) -> PyResult<cpu::Mlp> {
-    Ok(cpu::Mlp { gate_up_proj: gate_up_proj.take()?, down_proj: down_proj.take()?, inner })
 }
 
 fn inner_of(activation: &str) -> PyResult<cpu::Inner> {
@@ -375,42 +338,39 @@ impl Decoder {
         embedding_scale=1.0, final_softcap=None
     ))]
     fn new(
-        py: Python<'_>,
         blocks: Vec<PyRef<'_, DecoderBlock>>,
-        norm: NormArgs,
-        head: &Linear,
-        embedding: Option<&Linear>,
-        layer_embeddings: Option<(PyRef<'_, Linear>, PyRef<'_, Linear>, PyBuffer<f32>)>,
+        norm: Copied<f32>,
+        head: Taken,
+        embedding: Option<Taken>,
+        layer_embeddings: Option<(Taken, Taken, Copied<f32>)>,
         hidden_size: usize,
         num_heads: usize,
         kv_heads: Vec<(usize, usize, Option<usize>)>,
         rms_norm_eps: f32,
-        ropes: Vec<(PyBuffer<f32>, f32)>,
+        ropes: Vec<(Copied<f32>, f32)>,
         threads: usize,
         embedding_scale: f32,
         final_softcap: Option<f32>,
     ) -> PyResult<Self> {
-        let ropes = ropes.into_iter().map(|(frequencies, scale)| Ok(cpu::Rope { frequencies: frequencies.to_vec(py)?, scale }));
         let config = cpu::DecoderConfig {
             hidden_size,
             num_heads,
             kv_heads: kv_heads.into_iter().map(|(count, head_dim, latent)| cpu::KvHeads { count, head_dim, latent }).collect(),
             rms_norm_eps,
-            ropes: ropes.collect::<PyResult<_>>()?,
+            ropes: ropes.into_iter().map(|(frequencies, scale)| cpu::Rope { frequencies: frequencies.0, scale }).collect(),
             embedding_scale,
             final_softcap,
         };
         let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
         let blocks = blocks.ok_or_else(|| taken("blocks"))?;
-        let embedding = embedding.map(Linear::take).transpose()?.map(cpu::Linear::into_matrix);
+        let embedding = embedding.map(|table| table.0.into_matrix());
         let layer_embeddings = layer_embeddings.map(|(table, projection, norm)| {
-            let (table, projection) = (table.take()?.into_matrix(), projection.take()?);
-            Ok::<_, PyErr>(cpu::LayerEmbeddings { table, projection, norm: norm.to_vec(py)? })
+            let (table, projection, norm) = (table.0.into_matrix(), projection.0, norm.0);
+            cpu::LayerEmbeddings { table, projection, norm }
         });
-        let (norm, head) = (norm.read(py)?, head.take()?);
         let pool = started(threads)?;
         let progress = pool.progress();
-        let decoder = cpu::Decoder::new(pool, config, blocks, norm, embedding, layer_embeddings.transpose()?, head);
+        let decoder = cpu::Decoder::new(pool, config, blocks, norm.0, embedding, layer_embeddings, head.0);
         decoder.map(|decoder| Self(Mutex::new(decoder), progress)).map_err(invalid)
     }
 
@@ -429,36 +389,31 @@ impl Decoder {
         &self,
         py: Python<'_>,
         cache: &KvCache,
-        input_ids: PyBuffer<i32>,
-        positions: PyBuffer<i32>,
-        slot_mapping: PyBuffer<i32>,
-        query_starts: PyBuffer<i32>,
-        context_lens: PyBuffer<i32>,
-        batch_slots: PyBuffer<i32>,
+        input_ids: Copied<i32>,
+        positions: Copied<i32>,
+        slot_mapping: Copied<i32>,
+        query_starts: Copied<i32>,
+        context_lens: Copied<i32>,
+        batch_slots: Copied<i32>,
         block_tables: &Bound<'_, PyArray2<i32>>,
-        adapters: Option<PyBuffer<i32>>,
+        adapters: Option<Copied<i32>>,
         states: Option<&StateCache>,
-        state_slots: Option<PyBuffer<i32>>,
-        state_saves: Option<PyBuffer<i32>>,
+        state_slots: Option<Copied<i32>>,
+        state_saves: Option<Copied<i32>>,
     ) -> PyResult<()> {
         let max_blocks = block_tables.shape()[1];
-        let all = [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots].map(|array| array.to_vec(py));
-        let [input_ids, positions, slot_mapping, query_starts, context_lens, batch_slots] = all;
-        let (input_ids, positions, slot_mapping) = (input_ids?, positions?, slot_mapping?);
-        let (query_starts, context_lens, batch_slots) = (query_starts?, context_lens?, batch_slots?);
-        let optional = |array: Option<PyBuffer<i32>>| array.map_or(Ok(Vec::new()), |array| array.to_vec(py));
-        let (adapters, slots, saves) = (optional(adapters)?, optional(state_slots)?, optional(state_saves)?);
+        let [adapters, slots, saves] = [adapters, state_slots, state_saves].map(|array| numbers(array).unwrap_or_default());
         // This is the largest array and most of it is unread, so it is not copied.
         let tables = block_tables.try_readonly().map_err(|error| PyValueError::new_err(format!("block_tables cannot be read: {error}")))?;
         let tables = tables.as_slice().map_err(|_| PyValueError::new_err("block_tables need a C-contiguous int32 array"))?;
         py.detach(|| {
             let step = cpu::Step {
-                input_ids: &input_ids,
-                positions: &positions,
-                slots: &slot_mapping,
-                query_starts: &query_starts,
-                context_lens: &context_lens,
-                rows: &batch_slots,
+                input_ids: &input_ids.0,
+                positions: &positions.0,
+                slots: &slot_mapping.0,
+                query_starts: &query_starts.0,
+                context_lens: &context_lens.0,
+                rows: &batch_slots.0,
                 block_tables: tables,
                 max_blocks,
                 adapters: &adapters,
@@ -494,20 +449,18 @@ impl Decoder {
     /// Writes the last step's logits for the tokens at indices `at` to `out` [at, vocabulary].
     ///
     /// Numpy's borrow flags prevent other Rust code from using `out` meanwhile.
-    fn logits(&self, py: Python<'_>, at: PyBuffer<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
-        let at = at.to_vec(py)?;
+    fn logits(&self, py: Python<'_>, at: Copied<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
         let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("logits cannot be written: {error}")))?;
         let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("logits need a C-contiguous float32 array"))?;
-        py.detach(|| lock(&self.0).logits(&at, out));
+        py.detach(|| lock(&self.0).logits(&at.0, out));
         Ok(())
     }
 
     /// Writes the last step's normalised hidden states of the tokens at indices `at`, scaled to length 1, to `out` [at, hidden size].
-    fn states(&self, py: Python<'_>, at: PyBuffer<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
-        let at = at.to_vec(py)?;
+    fn states(&self, py: Python<'_>, at: Copied<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
         let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("states cannot be written: {error}")))?;
         let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("states need a C-contiguous float32 array"))?;
-        py.detach(|| lock(&self.0).states(&at, out));
+        py.detach(|| lock(&self.0).states(&at.0, out));
         Ok(())
     }
 }

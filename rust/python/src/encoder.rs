@@ -4,29 +4,25 @@ use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
 use numpy::{PyArray2, PyArrayMethods, PyUntypedArrayMethods};
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::copied::{Copied, numbers};
 use crate::errors::{invalid, taken, unknown};
-use crate::linear::Linear;
+use crate::linear::Taken;
 use crate::threads::{lock, started};
 
 /// Weight of a norm, and the bias of a layer norm.
-type NormArgs = (PyBuffer<f32>, Option<PyBuffer<f32>>);
+type NormArgs = (Copied<f32>, Option<Copied<f32>>);
 
 /// The norms of a block's input, of its output, and of the sum.
 type BlockNorms = (Option<NormArgs>, Option<NormArgs>, Option<NormArgs>);
 
 /// Weights and activation of a dense layer, and the norm of its result.
-type DenseArgs<'py> = (PyRef<'py, Linear>, String, Option<NormArgs>);
+type DenseArgs = (Taken, String, Option<NormArgs>);
 
-fn norm_of(py: Python<'_>, norm: Option<&NormArgs>) -> PyResult<Option<cpu::Norm>> {
-    let read = |(weight, bias): &NormArgs| {
-        let bias = bias.as_ref().map(|bias| bias.to_vec(py)).transpose()?;
-        Ok(cpu::Norm { weight: weight.to_vec(py)?, bias })
-    };
-    norm.map(read).transpose()
+fn norm_of(norm: Option<NormArgs>) -> Option<cpu::Norm> {
+    norm.map(|(weight, bias)| cpu::Norm { weight: weight.0, bias: numbers(bias) })
 }
 
 /// One block of an encoder. The encoder takes ownership of it.
@@ -34,10 +30,9 @@ fn norm_of(py: Python<'_>, norm: Option<&NormArgs>) -> PyResult<Option<cpu::Norm
 pub(crate) struct EncoderBlock(Mutex<Option<cpu::EncoderBlock>>);
 
 impl EncoderBlock {
-    fn of(py: Python<'_>, kind: cpu::EncoderBlockKind, norms: &BlockNorms) -> PyResult<Self> {
-        let (input_norm, output_norm, sum_norm) =
-            (norm_of(py, norms.0.as_ref())?, norm_of(py, norms.1.as_ref())?, norm_of(py, norms.2.as_ref())?);
-        Ok(Self(Mutex::new(Some(cpu::EncoderBlock { kind, input_norm, output_norm, sum_norm }))))
+    fn of(kind: cpu::EncoderBlockKind, norms: BlockNorms) -> Self {
+        let (input_norm, output_norm, sum_norm) = (norm_of(norms.0), norm_of(norms.1), norm_of(norms.2));
+        Self(Mutex::new(Some(cpu::EncoderBlock { kind, input_norm, output_norm, sum_norm })))
     }
 }
 
@@ -46,22 +41,21 @@ impl EncoderBlock {
     #[staticmethod]
     #[pyo3(signature = (*, norms, qkv_proj, o_proj, qk_norm=None, rope=None, window=None))]
     fn attention(
-        py: Python<'_>,
         norms: BlockNorms,
-        qkv_proj: &Linear,
-        o_proj: &Linear,
-        qk_norm: Option<(PyBuffer<f32>, PyBuffer<f32>)>,
+        qkv_proj: Taken,
+        o_proj: Taken,
+        qk_norm: Option<(Copied<f32>, Copied<f32>)>,
         rope: Option<usize>,
         window: Option<usize>,
-    ) -> PyResult<Self> {
-        let qk_norm = qk_norm.map(|(q, k)| Ok::<_, PyErr>([q.to_vec(py)?, k.to_vec(py)?])).transpose()?;
-        let attention = cpu::TextAttention { qkv_proj: qkv_proj.take()?, o_proj: o_proj.take()?, qk_norm, rope, window };
-        Self::of(py, cpu::EncoderBlockKind::Attention(attention), &norms)
+    ) -> Self {
+        let qk_norm = qk_norm.map(|(q, k)| [q.0, k.0]);
+        let attention = cpu::TextAttention { qkv_proj: qkv_proj.0, o_proj: o_proj.0, qk_norm, rope, window };
+        Self::of(cpu::EncoderBlockKind::Attention(attention), norms)
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, norms, up_proj, down_proj, gate=None))]
-    fn mlp(py: Python<'_>, norms: BlockNorms, up_proj: &Linear, down_proj: &Linear, gate: Option<&str>) -> PyResult<Self> {
+    fn mlp(norms: BlockNorms, up_proj: Taken, down_proj: Taken, gate: Option<&str>) -> PyResult<Self> {
         let gate = match gate {
             None => None,
             Some("silu") => Some(cpu::Activation::Silu),
@@ -69,8 +63,8 @@ impl EncoderBlock {
             Some("gelu_tanh") => Some(cpu::Activation::GeluTanh),
             Some(name) => return Err(unknown("activation", name)),
         };
-        let mlp = cpu::EncoderMlp { up_proj: up_proj.take()?, down_proj: down_proj.take()?, gate };
-        Self::of(py, cpu::EncoderBlockKind::Mlp(mlp), &norms)
+        let mlp = cpu::EncoderMlp { up_proj: up_proj.0, down_proj: down_proj.0, gate };
+        Ok(Self::of(cpu::EncoderBlockKind::Mlp(mlp), norms))
     }
 }
 
@@ -81,8 +75,8 @@ pub(crate) struct PartialText(Mutex<cpu::PartialText>);
 #[pymethods]
 impl PartialText {
     #[new]
-    fn new(py: Python<'_>, ids: PyBuffer<i32>, types: PyBuffer<i32>) -> PyResult<Self> {
-        Ok(Self(Mutex::new(cpu::PartialText::new(ids.to_vec(py)?, types.to_vec(py)?))))
+    fn new(ids: Copied<i32>, types: Copied<i32>) -> Self {
+        Self(Mutex::new(cpu::PartialText::new(ids.0, types.0)))
     }
 }
 
@@ -98,15 +92,14 @@ impl Encoder {
         head_dim, norm_eps, embedding_scale, attention_scale, causal, distances, ropes, longest, threads
     ))]
     fn new(
-        py: Python<'_>,
         blocks: Vec<PyRef<'_, EncoderBlock>>,
-        tokens: &Linear,
-        positions: Option<PyBuffer<f32>>,
-        types: PyBuffer<f32>,
+        tokens: Taken,
+        positions: Option<Copied<f32>>,
+        types: Copied<f32>,
         embedding_norm: Option<NormArgs>,
         final_norm: Option<NormArgs>,
         pooling: &str,
-        dense: Vec<DenseArgs<'_>>,
+        dense: Vec<DenseArgs>,
         normalized: bool,
         hidden_size: usize,
         num_heads: usize,
@@ -116,8 +109,8 @@ impl Encoder {
         embedding_scale: f32,
         attention_scale: f32,
         causal: bool,
-        distances: Option<PyBuffer<f32>>,
-        ropes: Vec<PyBuffer<f32>>,
+        distances: Option<Copied<f32>>,
+        ropes: Vec<Copied<f32>>,
         longest: usize,
         threads: usize,
     ) -> PyResult<Self> {
@@ -129,15 +122,14 @@ impl Encoder {
         };
         let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
         let blocks = blocks.ok_or_else(|| taken("blocks"))?;
-        let ropes = ropes.iter().map(|rope| Ok(cpu::Rope { frequencies: rope.to_vec(py)?, scale: 1.0 })).collect::<PyResult<_>>()?;
         let embeddings = cpu::Embeddings {
-            tokens: tokens.take()?.into_matrix(),
-            positions: positions.map(|positions| positions.to_vec(py)).transpose()?,
-            types: types.to_vec(py)?,
-            norm: norm_of(py, embedding_norm.as_ref())?,
+            tokens: tokens.0.into_matrix(),
+            positions: numbers(positions),
+            types: types.0,
+            norm: norm_of(embedding_norm),
         };
-        let dense = dense.iter().map(|layer| dense_of(py, layer)).collect::<PyResult<_>>()?;
-        let head = cpu::Head { norm: norm_of(py, final_norm.as_ref())?, pooling, dense, normalized };
+        let dense = dense.into_iter().map(dense_of).collect::<PyResult<_>>()?;
+        let head = cpu::Head { norm: norm_of(final_norm), pooling, dense, normalized };
         let config = cpu::EncoderConfig {
             hidden_size,
             num_heads,
@@ -147,8 +139,8 @@ impl Encoder {
             embedding_scale,
             attention_scale,
             causal,
-            distances: distances.map(|distances| distances.to_vec(py)).transpose()?,
-            ropes,
+            distances: numbers(distances),
+            ropes: ropes.into_iter().map(|rope| cpu::Rope { frequencies: rope.0, scale: 1.0 }).collect(),
             longest,
         };
         let pool = started(threads)?;
@@ -169,12 +161,12 @@ impl Encoder {
     fn embed(
         &self,
         py: Python<'_>,
-        ids: PyBuffer<i32>,
-        types: PyBuffer<i32>,
-        starts: PyBuffer<i32>,
+        ids: Copied<i32>,
+        types: Copied<i32>,
+        starts: Copied<i32>,
         out: &Bound<'_, PyArray2<f32>>,
     ) -> PyResult<()> {
-        let (ids, types, starts) = (ids.to_vec(py)?, types.to_vec(py)?, starts.to_vec(py)?);
+        let (ids, types, starts) = (ids.0, types.0, starts.0);
         self.write(py, out, starts.len().wrapping_sub(1), |encoder, out| encoder.embed(&ids, &types, &starts, out))
     }
 
@@ -218,12 +210,12 @@ impl Encoder {
     }
 }
 
-fn dense_of(py: Python<'_>, (linear, activation, norm): &DenseArgs<'_>) -> PyResult<cpu::Dense> {
+fn dense_of((linear, activation, norm): DenseArgs) -> PyResult<cpu::Dense> {
     let activation = match activation.as_str() {
         "identity" => cpu::DenseActivation::Identity,
         "tanh" => cpu::DenseActivation::Tanh,
         "gelu" => cpu::DenseActivation::Gelu,
         name => return Err(unknown("activation", name)),
     };
-    Ok(cpu::Dense { linear: linear.take()?, activation, norm: norm_of(py, norm.as_ref())? })
+    Ok(cpu::Dense { linear: linear.0, activation, norm: norm_of(norm) })
 }

@@ -6,6 +6,7 @@
 mod arbiter;
 mod buffers;
 mod caches;
+mod copied;
 mod decoder;
 mod encoder;
 mod errors;

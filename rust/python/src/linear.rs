@@ -7,10 +7,10 @@ use std::sync::Mutex;
 use chairlift_cpu as cpu;
 use cpu::{DType, Isa, MakeBytes, Merge, Numbers, Source, Tensor};
 use numpy::PyReadonlyArray1;
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::copied::Copied;
 use crate::errors::{invalid, taken, unknown};
 use crate::threads::{lock, started};
 
@@ -40,15 +40,13 @@ impl Linear {
         ins: usize,
         dtype: &str,
         threads: usize,
-        bias: Option<PyBuffer<f32>>,
+        bias: Option<Copied<f32>>,
         gated: bool,
         isa: &str,
     ) -> PyResult<Self> {
-        let isa = isa_of(isa)?;
-        let bias = bias.map(|bias| bias.to_vec(py)).transpose()?;
-        let dtype = dtype_of(dtype)?;
+        let (isa, dtype) = (isa_of(isa)?, dtype_of(dtype)?);
         let rows: usize = tensors.iter().flatten().map(|tensor| tensor.1).sum();
-        if bias.as_ref().is_some_and(|bias| bias.len() != rows) {
+        if bias.as_ref().is_some_and(|bias| bias.0.len() != rows) {
             return Err(PyValueError::new_err("there must be a bias for each row"));
         }
         let merge = if gated { Merge::Gated } else { Merge::Stacked };
@@ -58,7 +56,7 @@ impl Linear {
         let linear = py.detach(|| {
             let mut pool = started(threads)?;
             let matrix = cpu::Matrix::pack(&mut pool, isa, &found, merge, dtype);
-            matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_deref())).map_err(invalid)
+            matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_ref().map(|bias| &*bias.0))).map_err(invalid)
         });
         let raised = || tensors.iter().flatten().find_map(|tensor| tensor.2.raised());
         linear.map_err(|error| raised().unwrap_or(error)).map(|linear| Self(Mutex::new(Some(linear))))
@@ -69,6 +67,17 @@ impl Linear {
     /// Takes the packed weights. Only one model can take them.
     pub(crate) fn take(&self) -> PyResult<cpu::Linear> {
         lock(&self.0).take().ok_or_else(|| taken("weights"))
+    }
+}
+
+/// The packed weights of an argument, which only one model can take.
+pub(crate) struct Taken(pub(crate) cpu::Linear);
+
+impl FromPyObject<'_, '_> for Taken {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        object.cast::<Linear>()?.get().take().map(Self)
     }
 }
 

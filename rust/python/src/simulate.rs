@@ -1,12 +1,12 @@
 //! Simulations: a workload and its results as flat arrays.
 
+use crate::copied::Copied;
 use crate::errors::invalid;
 use crate::reports;
 use crate::router;
 use crate::settings::changed_for_simulation;
 use chairlift_core as core;
 use chairlift_sim as sim;
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
@@ -23,19 +23,19 @@ pub(crate) type StepTime = (Vec<(f64, f64)>, f64, f64, f64);
 #[pyo3(signature = (requests, names, name_block, tenants, settings, step_time, *, drafts = None, draft_tokens = 0, replicas = 1, routing = "round-robin"))]
 pub(crate) fn simulate<'py>(
     py: Python<'py>,
-    requests: PyBuffer<i64>,
-    names: PyBuffer<i64>,
+    requests: Copied<i64>,
+    names: Copied<i64>,
     name_block: u32,
     tenants: Vec<(String, u32)>,
     settings: &Bound<'py, PyDict>,
     step_time: StepTime,
-    drafts: Option<PyBuffer<i64>>,
+    drafts: Option<Copied<i64>>,
     draft_tokens: usize,
     replicas: usize,
     routing: &str,
 ) -> PyResult<Bound<'py, PyList>> {
-    let drafts = drafts.map_or(Ok(Vec::new()), |drafts| recorded_drafts(&drafts.to_vec(py)?))?;
-    let workload = sim::Workload { drafts, ..workload(py, &requests, &names, name_block, tenants)? };
+    let drafts = drafts.map_or(Ok(Vec::new()), |drafts| recorded_drafts(&drafts.0))?;
+    let workload = sim::Workload { drafts, ..workload(&requests.0, names.0, name_block, tenants)? };
     let config = changed_for_simulation(core::Config::default(), settings)?;
     let machine = sim::Machine { draft_tokens, ..machine(step_time)? };
     let routing = router::named(routing)?;
@@ -46,13 +46,13 @@ pub(crate) fn simulate<'py>(
 #[pyfunction]
 pub(crate) fn simulate_models<'py>(
     py: Python<'py>,
-    requests: PyBuffer<i64>,
-    names: PyBuffer<i64>,
+    requests: Copied<i64>,
+    names: Copied<i64>,
     name_block: u32,
     tenants: Vec<(String, u32)>,
     models: Vec<(Bound<'py, PyDict>, StepTime, u32, Option<core::Time>)>,
 ) -> PyResult<Bound<'py, PyList>> {
-    let workload = workload(py, &requests, &names, name_block, tenants)?;
+    let workload = workload(&requests.0, names.0, name_block, tenants)?;
     if workload.specs.iter().any(|spec| spec.model as usize >= models.len()) {
         return Err(PyValueError::new_err("a request's model is missing"));
     }
@@ -65,18 +65,12 @@ pub(crate) fn simulate_models<'py>(
 }
 
 /// The requests of a workload, without drafts.
-pub(crate) fn workload(
-    py: Python<'_>,
-    requests: &PyBuffer<i64>,
-    names: &PyBuffer<i64>,
-    name_block: u32,
-    tenants: Vec<(String, u32)>,
-) -> PyResult<sim::Workload> {
-    let specs = requests.to_vec(py)?.chunks_exact(COLUMNS).map(spec).collect::<Option<Vec<_>>>();
+pub(crate) fn workload(requests: &[i64], names: Vec<i64>, name_block: u32, tenants: Vec<(String, u32)>) -> PyResult<sim::Workload> {
+    let specs = requests.chunks_exact(COLUMNS).map(spec).collect::<Option<Vec<_>>>();
     let workload = sim::Workload {
         specs: specs.ok_or_else(|| PyValueError::new_err("a number of a request is negative or too large"))?,
         tenants: tenants.into_iter().map(|(name, weight)| (name.into(), weight)).collect(),
-        names: names.to_vec(py)?.into_iter().map(|name| name as u64).collect(),
+        names: names.into_iter().map(|name| name as u64).collect(),
         name_block,
         drafts: Vec::new(),
     };

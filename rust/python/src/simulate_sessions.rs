@@ -1,11 +1,11 @@
 //! Simulations of sessions in a closed loop.
 
+use crate::copied::Copied;
 use crate::router;
 use crate::settings::changed_for_simulation;
 use crate::simulate::{StepTime, interruptible, machine, packed, report_dict, workload};
 use chairlift_core as core;
 use chairlift_sim as sim;
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,7 +18,7 @@ const TURN: usize = 8;
 type Users = (u32, core::Time, core::Time, core::Time, u64);
 
 /// Requests without a session, their names and the tokens of a name: see `simulate`.
-type Beside = (PyBuffer<i64>, PyBuffer<i64>, u32);
+type Beside = (Copied<i64>, Copied<i64>, u32);
 
 /// Runs users of recorded sessions, and requests beside them, through `replicas` schedulers in virtual time.
 #[pyfunction]
@@ -26,9 +26,9 @@ type Beside = (PyBuffer<i64>, PyBuffer<i64>, u32);
     read_ns_per_block = 0, beside = None))]
 pub(crate) fn simulate_sessions<'py>(
     py: Python<'py>,
-    sessions: PyBuffer<i64>,
-    parents: PyBuffer<i64>,
-    turns: PyBuffer<i64>,
+    sessions: Copied<i64>,
+    parents: Copied<i64>,
+    turns: Copied<i64>,
     block: u32,
     tenants: Vec<(String, u32)>,
     users: Users,
@@ -39,10 +39,10 @@ pub(crate) fn simulate_sessions<'py>(
     read_ns_per_block: u32,
     beside: Option<Beside>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let recorded = read(&sessions.to_vec(py)?, &parents.to_vec(py)?, &turns.to_vec(py)?, tenants.len());
+    let recorded = read(&sessions.0, &parents.0, &turns.0, tenants.len());
     let recorded = recorded.filter(|recorded| !recorded.is_empty() && block > 0);
     let recorded = recorded.ok_or_else(|| PyValueError::new_err("the sessions' numbers do not agree with each other"))?;
-    let beside = beside.map(|(requests, names, block)| workload(py, &requests, &names, block, tenants.clone())).transpose()?;
+    let beside = beside.map(|(requests, names, block)| workload(&requests.0, names.0, block, tenants.clone())).transpose()?;
     let beside = beside.unwrap_or_default();
     let tenants = tenants.into_iter().map(|(name, _)| name.into()).collect();
     let (users, longest_think, warm_up, until, seed) = users;

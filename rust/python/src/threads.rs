@@ -6,10 +6,11 @@ use chairlift_cpu as cpu;
 use cpu::Isa;
 use cpu::sample::Draw;
 use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+
+use crate::copied::Copied;
 
 /// The token of a row without a valid token.
 const NONE: i32 = -1;
@@ -38,15 +39,15 @@ impl ThreadPool {
         &self,
         py: Python<'py>,
         logits: PyReadonlyArray2<'py, f32>,
-        temperature: PyBuffer<f64>,
-        top_k: PyBuffer<i64>,
-        top_p: PyBuffer<f64>,
-        min_p: PyBuffer<f64>,
-        uniforms: PyBuffer<f64>,
+        temperature: Copied<f64>,
+        top_k: Copied<i64>,
+        top_p: Copied<f64>,
+        min_p: Copied<f64>,
+        uniforms: Copied<f64>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let rows = rows(&logits)?;
-        let (temperature, top_k, top_p) = (temperature.to_vec(py)?, top_k.to_vec(py)?, top_p.to_vec(py)?);
-        let (min_p, uniforms) = (min_p.to_vec(py)?, uniforms.to_vec(py)?);
+        let (Copied(temperature), Copied(top_k), Copied(top_p)) = (temperature, top_k, top_p);
+        let (Copied(min_p), Copied(uniforms)) = (min_p, uniforms);
         if [temperature.len(), top_k.len(), top_p.len(), min_p.len(), uniforms.len()] != [rows; 5] {
             return Err(PyValueError::new_err(format!("there must be {rows} settings of each kind, one a row of the logits")));
         }
@@ -71,11 +72,11 @@ impl ThreadPool {
         &self,
         py: Python<'py>,
         logits: PyReadonlyArray2<'py, f32>,
-        tokens: PyBuffer<i64>,
+        tokens: Copied<i64>,
         count: usize,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let (rows, vocabulary) = (rows(&logits)?, logits.shape()[1]);
-        let tokens: Vec<u32> = tokens.to_vec(py)?.into_iter().map(|token| u32::try_from(token).unwrap_or(u32::MAX)).collect();
+        let tokens: Vec<u32> = tokens.0.into_iter().map(|token| u32::try_from(token).unwrap_or(u32::MAX)).collect();
         if tokens.len() != rows || tokens.iter().any(|token| *token as usize >= vocabulary) {
             return Err(PyValueError::new_err(format!("there must be {rows} tokens, one a row of the logits, each below {vocabulary}")));
         }

@@ -1,21 +1,22 @@
 //! The work of GPU attention as lists of integers.
 
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+
+use crate::copied::Copied;
 
 /// Lists the keys that each unit of decode attention reads: see `chairlift_gpu::decode_work`.
 #[pyfunction]
 #[pyo3(signature = (query_starts, context_lens, *, window = None, at_once = 2_147_483_647))]
 pub(crate) fn decode_work(
     py: Python<'_>,
-    query_starts: PyBuffer<i32>,
-    context_lens: PyBuffer<i32>,
+    query_starts: Copied<i32>,
+    context_lens: Copied<i32>,
     window: Option<i32>,
     at_once: i32,
 ) -> PyResult<Bound<'_, PyBytes>> {
-    let (starts, lens) = lengths(py, &query_starts, &context_lens)?;
+    let (starts, lens) = lengths(query_starts, context_lens)?;
     if window.is_some_and(|window| window < 1) || at_once < 1 {
         return Err(PyValueError::new_err("a window has one token or more, and a device works on one split or more"));
     }
@@ -37,19 +38,18 @@ pub(crate) fn max_splits(longest: i32, window: Option<i32>) -> PyResult<i32> {
 #[pyo3(signature = (query_starts, context_lens, *, tokens))]
 pub(crate) fn prefill_work(
     py: Python<'_>,
-    query_starts: PyBuffer<i32>,
-    context_lens: PyBuffer<i32>,
+    query_starts: Copied<i32>,
+    context_lens: Copied<i32>,
     tokens: i32,
 ) -> PyResult<Bound<'_, PyBytes>> {
-    let (starts, lens) = lengths(py, &query_starts, &context_lens)?;
+    let (starts, lens) = lengths(query_starts, context_lens)?;
     if tokens < 1 {
         return Err(PyValueError::new_err("a tile has one token or more"));
     }
     Ok(packed(py, chairlift_gpu::prefill_work(&starts, &lens, tokens).as_flattened()))
 }
 
-fn lengths(py: Python<'_>, query_starts: &PyBuffer<i32>, context_lens: &PyBuffer<i32>) -> PyResult<(Vec<i32>, Vec<i32>)> {
-    let (starts, lens) = (query_starts.to_vec(py)?, context_lens.to_vec(py)?);
+fn lengths(Copied(starts): Copied<i32>, Copied(lens): Copied<i32>) -> PyResult<(Vec<i32>, Vec<i32>)> {
     if starts.len() != lens.len() + 1 {
         return Err(PyValueError::new_err(format!("{} contexts need one query start more, not {}", lens.len(), starts.len())));
     }
