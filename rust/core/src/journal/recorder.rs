@@ -54,7 +54,28 @@ macro_rules! unrecorded {
     )*};
 }
 
+/// Makes calls of the scheduler that are recorded as they are.
+macro_rules! recorded {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)? = $call:expr;)*) => {$(
+        #[doc = concat!("See [`Scheduler::", stringify!($name), "`].")]
+        pub fn $name(&mut self, $($argument: $type,)* now: Time) $(-> $result)? {
+            self.record(now, |_| $call);
+            self.scheduler.$name($($argument,)* now)
+        }
+    )*};
+}
+
 impl Recorder {
+    recorded! {
+        fn open(tenant: &Arc<str>, scope: &Arc<CacheScope>) -> HeldId = Call::Open(tenant.clone());
+        fn note_session(tenant: &str, session: &Arc<str>, event: SessionEvent) -> bool =
+            Call::NoteSession { tenant: tenant.into(), session: session.clone(), event };
+        fn set_block_limit(blocks: u32) -> u32 = Call::SetBlockLimit(blocks);
+        fn set_upstream_token_time(ns: u64) = Call::SetUpstreamTokenTime(ns);
+        fn evict_cached() = Call::EvictCached;
+        fn close_queue(closed: bool) = Call::CloseQueue(closed);
+    }
+
     unrecorded! {
         pub fn cached_blocks(group: &str, tokens: &[Token]) -> usize;
         pub fn take_given_back() -> Vec<BlockId>;
@@ -131,12 +152,6 @@ impl Recorder {
         Some(id)
     }
 
-    /// See [`Scheduler::open`].
-    pub fn open(&mut self, tenant: &Arc<str>, scope: &Arc<CacheScope>, now: Time) -> HeldId {
-        self.record(now, |_| Call::Open(tenant.clone()));
-        self.scheduler.open(tenant, scope, now)
-    }
-
     /// See [`Scheduler::fork_held`].
     pub fn fork_held(&mut self, id: HeldId, now: Time) -> Option<HeldId> {
         self.record_held(Call::ForkHeld, id, now);
@@ -175,36 +190,6 @@ impl Recorder {
             journal.note(&Record::Call(Call::ChargeExternal { tenant: tenant.into(), us }));
         }
         self.scheduler.charge_external(tenant, us);
-    }
-
-    /// See [`Scheduler::note_session`].
-    pub fn note_session(&mut self, tenant: &str, session: &Arc<str>, event: SessionEvent, now: Time) -> bool {
-        self.record(now, |_| Call::NoteSession { tenant: tenant.into(), session: session.clone(), event });
-        self.scheduler.note_session(tenant, session, event, now)
-    }
-
-    /// See [`Scheduler::set_block_limit`].
-    pub fn set_block_limit(&mut self, blocks: u32, now: Time) -> u32 {
-        self.record(now, |_| Call::SetBlockLimit(blocks));
-        self.scheduler.set_block_limit(blocks, now)
-    }
-
-    /// See [`Scheduler::set_upstream_token_time`].
-    pub fn set_upstream_token_time(&mut self, ns: u64, now: Time) {
-        self.record(now, |_| Call::SetUpstreamTokenTime(ns));
-        self.scheduler.set_upstream_token_time(ns, now);
-    }
-
-    /// See [`Scheduler::evict_cached`].
-    pub fn evict_cached(&mut self, now: Time) {
-        self.record(now, |_| Call::EvictCached);
-        self.scheduler.evict_cached(now);
-    }
-
-    /// See [`Scheduler::close_queue`].
-    pub fn close_queue(&mut self, closed: bool, now: Time) {
-        self.record(now, |_| Call::CloseQueue(closed));
-        self.scheduler.close_queue(closed, now);
     }
 
     /// See [`Scheduler::end`].
