@@ -1,12 +1,13 @@
 //! The scheduler's Python interface.
 
 use crate::buffers::StepBuffers;
+use crate::copied::Copied;
 use crate::errors::{invalid, rejected};
 use crate::reports;
 use crate::request::{Completion, EngineRequest};
 use crate::settings;
+use crate::threads::lock;
 use chairlift_core as core;
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -42,6 +43,18 @@ pub(crate) struct StepPlan {
     swap_in: Vec<(u32, u32)>,
 }
 
+impl StepPlan {
+    /// The plan, which is there. Raises an error if it was committed, or if a sample has no token.
+    fn uncommitted(&self, sampled: &[i32]) -> PyResult<MutexGuard<'_, Option<Box<core::StepPlan>>>> {
+        if sampled.len() < self.num_samples {
+            let message = format!("sampled has {} tokens, the plan samples {}", sampled.len(), self.num_samples);
+            return Err(PyValueError::new_err(message));
+        }
+        let plan = lock(&self.plan);
+        if plan.is_some() { Ok(plan) } else { Err(PyRuntimeError::new_err("this plan was committed before")) }
+    }
+}
+
 /// (slot, sequence, tag, cached tokens, those that its tenant used before, microseconds queued) of an admitted sequence.
 type Admitted = (u32, u64, u64, u32, u32, core::Time);
 
@@ -58,7 +71,6 @@ struct Inner {
     core: core::Recorder,
     drafter: Option<core::Drafter>,
     outputs: core::Outputs,
-    sampled: Vec<i32>,
     completion: Completion,
     /// Held sequences by their clients' handles.
     held: HashMap<u64, core::HeldId>,
@@ -131,8 +143,8 @@ impl Scheduler {
         let core = if journal { core::Recorder::on(core) } else { core::Recorder::off(core) };
         let drafter = (draft_tokens > 0).then(|| core::Drafter::new(draft_tokens, draft_corpus_tokens));
         let completion = Completion { end_tokens, tenant_weights, tier_weights };
-        let (outputs, sampled, held) = (core::Outputs::default(), Vec::new(), HashMap::new());
-        Ok(Self(Mutex::new(Inner { core, drafter, outputs, sampled, completion, held })))
+        let (outputs, held) = (core::Outputs::default(), HashMap::new());
+        Ok(Self(Mutex::new(Inner { core, drafter, outputs, completion, held })))
     }
 
     /// The numbers of the request's answers that were added, each with its sequence.
@@ -197,14 +209,14 @@ impl Scheduler {
     }
 
     #[pyo3(signature = (tokens, group = ""))]
-    fn cached_blocks(&self, py: Python<'_>, tokens: PyBuffer<i32>, group: &str) -> PyResult<usize> {
-        let tokens = unsigned(py, &tokens)?;
+    fn cached_blocks(&self, tokens: Copied<i32>, group: &str) -> PyResult<usize> {
+        let tokens = unsigned(tokens)?;
         Ok(self.lock()?.core.cached_blocks(group, &tokens))
     }
 
     #[pyo3(signature = (tokens, now, group = ""))]
-    fn restore(&self, py: Python<'_>, tokens: PyBuffer<i32>, now: core::Time, group: &str) -> PyResult<(usize, Vec<u32>, Option<u32>)> {
-        let tokens = unsigned(py, &tokens)?;
+    fn restore(&self, tokens: Copied<i32>, now: core::Time, group: &str) -> PyResult<(usize, Vec<u32>, Option<u32>)> {
+        let tokens = unsigned(tokens)?;
         let restored = self.lock()?.core.restore(group, &tokens, now);
         Ok((restored.cached, restored.blocks.into_iter().map(|block| block.0).collect(), restored.state.map(|slot| slot.0)))
     }
@@ -342,21 +354,14 @@ impl Scheduler {
         }))
     }
 
-    fn commit(&self, py: Python<'_>, plan: &StepPlan, sampled: PyBuffer<i32>, now: core::Time) -> PyResult<Outputs> {
-        let have = sampled.item_count();
-        if have < plan.num_samples {
-            return Err(PyValueError::new_err(format!("sampled has {have} tokens, the plan samples {}", plan.num_samples)));
-        }
+    fn commit(&self, py: Python<'_>, plan: &StepPlan, sampled: Copied<i32>, now: core::Time) -> PyResult<Outputs> {
+        let plan = plan.uncommitted(&sampled.0)?.take().expect("it was checked");
         let mut inner = self.lock()?;
-        inner.sampled.resize(have, 0);
-        sampled.copy_to_slice(py, &mut inner.sampled)?;
-        let spent = || PyRuntimeError::new_err("this plan was committed before");
-        let plan = plan.plan.lock().map_err(|_| spent())?.take().ok_or_else(spent)?;
-        let Inner { core, drafter, outputs, sampled, .. } = &mut *inner;
+        let Inner { core, drafter, outputs, .. } = &mut *inner;
         if let Some(drafter) = drafter {
-            drafter.observe(&plan, sampled);
+            drafter.observe(&plan, &sampled.0);
         }
-        core.commit(plan, sampled, now, outputs);
+        core.commit(plan, &sampled.0, now, outputs);
         let tokens = &outputs.tokens;
         Ok(Outputs {
             tags: packed(py, tokens, |output| output.tag.to_le_bytes())?,
@@ -366,14 +371,9 @@ impl Scheduler {
         })
     }
 
-    fn may_end(&self, py: Python<'_>, plan: &StepPlan, sampled: PyBuffer<i32>) -> PyResult<bool> {
-        let sampled = sampled.to_vec(py)?;
-        if sampled.len() < plan.num_samples {
-            return Err(PyValueError::new_err(format!("sampled has {} tokens, the plan samples {}", sampled.len(), plan.num_samples)));
-        }
-        let spent = || PyRuntimeError::new_err("this plan was committed before");
-        let plan = plan.plan.lock().map_err(|_| spent())?;
-        Ok(self.lock()?.core.may_end(plan.as_ref().ok_or_else(spent)?, &sampled))
+    fn may_end(&self, plan: &StepPlan, sampled: Copied<i32>) -> PyResult<bool> {
+        let plan = plan.uncommitted(&sampled.0)?;
+        Ok(self.lock()?.core.may_end(plan.as_ref().expect("it was checked"), &sampled.0))
     }
 
     fn read_meter(&self, energy: u64, now: core::Time) -> PyResult<()> {
@@ -451,8 +451,8 @@ fn preparation_of(name: &str) -> PyResult<core::Preparation> {
 }
 
 /// The tokens of an int32 buffer.
-fn unsigned(py: Python<'_>, tokens: &PyBuffer<i32>) -> PyResult<Vec<u32>> {
-    let tokens = tokens.to_vec(py)?.into_iter().map(u32::try_from).collect::<Result<_, _>>();
+fn unsigned(tokens: Copied<i32>) -> PyResult<Vec<u32>> {
+    let tokens = tokens.0.into_iter().map(u32::try_from).collect::<Result<_, _>>();
     tokens.map_err(|_| PyValueError::new_err("a token is negative"))
 }
 
