@@ -559,6 +559,14 @@ def test_an_answer_that_breaks_off_within_the_marks_after_a_call_has_the_call(sy
         assert rest == "" or form.after.startswith(rest) or form.end.startswith(rest), rest
 
 
+def test_a_mark_after_one_without_a_call_begins_a_call():
+    parser = TOOL_PARSERS["internlm"](NAMES, lambda: "id")
+    form = TOOL_PARSERS["internlm"].call_format("")
+    news = parser.push(f'<|action_start|>{form.begin}{form.before}f{form.between}{{"a": 1}}{form.after}{form.end}') + parser.end()
+    assert news[0] == "<|action_start|>"
+    assert "".join(one.arguments for one in news if isinstance(one, ToolCallDelta)) == '{"a": 1}'
+
+
 def test_mistral_s_ids_are_what_its_templates_take():
     ids = {TOOL_PARSERS["mistral"].new_id() for _ in range(20)}
     assert len(ids) == 20
