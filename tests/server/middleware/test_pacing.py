@@ -9,9 +9,21 @@ from server_here import MODEL
 
 from chairlift.server.keys import read_keys
 from chairlift.server.middleware.access import AccessMiddleware, AccessPolicy
+from chairlift.server.middleware.disconnect import AHEAD_BYTES
 from chairlift.server.model import ServedModel
 from chairlift.server.service import Service
 from chairlift.server.work import CURRENT_WORK
+
+
+async def received(receive):
+    """The whole body; None if the client goes before."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body, more = body + message["body"], message["more_body"]
+    return body
 
 
 class Server:
@@ -21,12 +33,12 @@ class Server:
         self.service = Service([ServedModel(MODEL, ScriptedEngine())])
         policy = AccessPolicy(read_keys("alice=a,bob=b,carol=c", None, "operator"))
         self._middleware = AccessMiddleware(self._app, self.service, policy)
-        self.contexts = []
+        self.contexts, self.bodies = [], []
 
     async def _app(self, scope, receive, send):
         kind, _, seconds = scope["path"].removeprefix("/").partition("/")
         self.contexts.append(scope["state"]["context"])
-        assert (await receive())["body"] == b"body"
+        self.bodies.append(await received(receive))
         if kind == "lasts":
             await asyncio.sleep(float(seconds))
         elif kind in ("works", "starts"):
@@ -36,13 +48,17 @@ class Server:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async def ask(self, key, path, gone=None):
-        """Sends a request, whose client goes at the event `gone`. Returns the first message of the answer and when it came."""
-        pending, answers = [{"type": "http.request", "body": b"body", "more_body": False}], []
+    async def ask(self, key, path, gone=None, parts=(b"body",), whole=True):
+        """Sends a request, whose client goes at the event `gone`. Returns the first message of the answer and when it came.
+
+        The body arrives in `parts`, each 0.5 s after the one before. Unless it is `whole`, more of it does not come.
+        """
+        pending, answers = list(parts), []
 
         async def receive():
             if pending:
-                return pending.pop()
+                await asyncio.sleep(0.5 if len(pending) < len(parts) else 0)
+                return {"type": "http.request", "body": pending.pop(0), "more_body": bool(pending) or not whole}
             await (gone or asyncio.Event()).wait()
             return {"type": "http.disconnect"}
 
@@ -98,15 +114,38 @@ def test_operators_and_probes_never_wait(key, path):
     run(test)
 
 
-def test_a_client_that_goes_leaves_its_place():
+PARTS = [(b"body",), (b"x" * AHEAD_BYTES * 3,), (b"x", b"y")]
+
+
+@pytest.mark.parametrize(("parts", "whole"), [*((parts, True) for parts in PARTS), ((), False), ((b"x",), False), ((b"x", b"y"), False)])
+def test_a_client_that_goes_leaves_its_place(parts, whole):
     async def test(server):
         gone = asyncio.Event()
-        left = asyncio.create_task(server.ask("a", "/works/0", gone))
+        left = asyncio.create_task(server.ask("a", "/works/0", gone, parts, whole))
         await asyncio.sleep(1)
         assert (server.service.pacing.waiting, server.service.open) == (1, 2)
         gone.set()
         answer, when = await left
         assert (answer, round(when), server.service.pacing.waiting, server.service.open, len(server.contexts)) == (None, 1, 0, 1, 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize("parts", [*PARTS, (b"x" * AHEAD_BYTES, b"y", b"z"), (b"x",) * 100])
+def test_a_body_that_arrives_before_and_in_its_turn_is_whole(parts):
+    async def test(server):
+        answer, when = await server.ask("a", "/works/0", parts=parts)
+        assert (answer["status"], when >= 20, server.bodies[-1]) == (200, True, b"".join(parts))
+
+    run(test)
+
+
+def test_little_of_a_body_is_received_before_its_turn():
+    async def test(server):
+        gone = asyncio.Event()
+        gone.set()
+        answer, when = await server.ask("a", "/works/0", gone, (b"x" * AHEAD_BYTES, b"y"), whole=False)
+        assert (answer["status"], when, server.bodies[-1]) == (200, 20.5, None)
 
     run(test)
 

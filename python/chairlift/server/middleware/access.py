@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import logging
 import re
@@ -68,7 +67,7 @@ class AccessMiddleware:
         self._policy = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or rejects it."""
+        """Passes a request on, or rejects it. An operator's requests and probes belong to no group that waits for its turn."""
         if scope["type"] != "http":
             return
         scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
@@ -98,9 +97,12 @@ class AccessMiddleware:
         ticket = self._service.admission.ticket(tenant)
         scope["state"] |= {"tenant": tenant.name, "reader": tenant.reader, "ticket": ticket, "raw_send": send}
         scope["state"]["may_unload"] = tenant.operator or not self._policy.keys
+        group = None if tenant.operator else tenant.group
+        waits = self._service.pacing.must_wait(group)
         with self._service.track_open():
             try:
-                if not await run_until_disconnect(partial(self._in_turn, work), scope, receive, send_with_id):
+                app = partial(self._in_turn, work, group, waits)
+                if not await run_until_disconnect(app, scope, receive, send_with_id, ahead=waits):
                     logger.debug("the client of request %s disconnected", request_id.decode())
             except ApiError as error:
                 await self._refuse(error, scope, receive, send_with_id)
@@ -111,17 +113,13 @@ class AccessMiddleware:
                 ticket.release()
                 self._service.registry.remove_preparing(tenant.name, context)
 
-    async def _in_turn(self, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on in its turn; raises ApiError 429 if too many wait. An operator's requests and probes never wait."""
-        context, ticket = scope["state"]["context"], scope["state"]["ticket"]
-        pacing, group = self._service.pacing, None if ticket.tenant.operator else ticket.tenant.group
-        began, waits = time.monotonic(), pacing.must_wait(group)
-        if waits:
-            receive = _begun(receive)
-        async with pacing.turn(group, work) as engine_started:
+    async def _in_turn(self, work: Work, group: str | None, waits: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on in the turn of its group; raises ApiError 429 if too many wait. One of no group does not wait."""
+        context, began = scope["state"]["context"], time.monotonic()
+        async with self._service.pacing.turn(group, work) as engine_started:
             if waits:
                 context.paced = time.monotonic() - began
-            ticket.on_start(engine_started)
+            scope["state"]["ticket"].on_start(engine_started)
             await self._app(scope, receive, send)
 
     async def _refuse(self, refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,20 +180,6 @@ class AccessMiddleware:
 def _context(request_id: str, headers: _Headers, first_byte: float | None) -> RequestContext:
     trace = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
     return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte)
-
-
-def _begun(receive: Receive) -> Receive:
-    """Begins to receive a request's first message, which the result returns first: only after a whole body is a disconnect noticed."""
-    first: asyncio.Future[Message] | None = asyncio.ensure_future(receive())
-
-    async def received() -> Message:
-        nonlocal first
-        if first is None:
-            return await receive()
-        message, first = await first, None
-        return message
-
-    return received
 
 
 def _is_local(host: str, bound: str) -> bool:
