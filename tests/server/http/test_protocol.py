@@ -3,6 +3,7 @@ import json
 import os
 import socket
 import ssl
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -54,6 +55,17 @@ def test_headers_that_never_end(hurried, base, before):
                 sock.sendall(b"a")
     assert got.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+def test_408_reaches_a_client_that_is_still_sending(hurried, base):
+    with connected(base) as sock:
+        sock.sendall(GET + b"x-a:")
+        assert sock.recv(1, socket.MSG_PEEK)  # it has come
+        for _ in range(3):  # to a connection that has ended, the second fails: the system answers the first with a reset
+            sock.sendall(b"a")
+            time.sleep(0.01)
+        got = rest(sock, may_reset=False)
+    assert got.startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_connection_between_two_requests_may_rest(hurried, base):

@@ -350,7 +350,8 @@ class HttpProtocol(H11Protocol):
         if self.conn.trailing_data[0]:
             message = f"the headers did not arrive within {HEADERS_SECONDS:g} seconds"
             self._reject(ApiError(408, message, code="request_timeout"))
-        self.transport.close()
+        else:
+            self.transport.close()
 
     def _reject(self, error: ApiError) -> None:
         """Sends an error, unless a response has begun, and closes the connection."""
