@@ -3,12 +3,14 @@
 import asyncio
 import functools
 import math
+import sys
 
 import pytest
 from fast_forward import FastForward
 
+from chairlift.server import pacing as module
 from chairlift.server.errors import ApiError
-from chairlift.server.pacing import CREDIT, MAX_COST, MAX_WAITING, SHARE, Pacing
+from chairlift.server.pacing import CREDIT, MAX_COST, MAX_WAIT, MAX_WAITING, SHARE, Pacing
 from chairlift.server.work import Work
 
 CORES = 4.0
@@ -31,10 +33,10 @@ def now():
     return asyncio.get_running_loop().time()
 
 
-async def request(pacing, group, seconds=0.0, *, lasts=0.0, starts=False):
+async def request(pacing, group, seconds=0.0, *, lasts=0.0, starts=False, background=False):
     """A request that works for so long, may start in an engine at once, and ends after `lasts` seconds. Returns when it began."""
     work = Work()
-    async with pacing.turn(group, work) as engine_started:
+    async with pacing.turn(group, work, background=background) as engine_started:
         began = now()
         if starts:
             engine_started()
@@ -199,6 +201,74 @@ async def test_too_many_that_wait_are_refused():
     other.cancel()
 
 
+@pytest.mark.parametrize("at_once", [1, 5, 30])
+@in_virtual_time
+async def test_no_request_waits_for_long(at_once):
+    """Requests that become longer than those before, or that were sent together, are each a minute's share."""
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=100_000))
+    waits, refused = [], []
+
+    async def send():
+        sent = now()
+        try:
+            began = await request(pacing, "a", MAX_COST * RATE, lasts=1)
+            waits.append(began - sent)
+        except ApiError as error:
+            waits.append(now() - sent)
+            refused.append((error.status, int(error.headers["retry-after"])))
+
+    await asyncio.gather(*(send() for _ in range(at_once)))
+    await asyncio.gather(*(send() for _ in range(MAX_WAITING - 1)))
+    assert max(waits) <= MAX_WAIT
+    assert len(refused) >= MAX_WAITING - 1 - MAX_WAIT / MAX_COST - 1
+    assert max(waits) >= MAX_WAIT - MAX_COST or at_once == 30
+    await asyncio.sleep(max(seconds for _, seconds in refused))
+    assert {status for status, _ in refused} == {429}
+    before = len(refused)
+    await send()
+    assert (len(refused), now() < 100_000) == (before, True)
+    other.cancel()
+
+
+@in_virtual_time
+async def test_background_work_waits_and_keeps_no_other_group_waiting():
+    pacing = Pacing(CORES)
+    lines = [asyncio.create_task(request(pacing, "a", 5.0, lasts=10, background=True)) for _ in range(2)]
+    await request(pacing, "b", 100.0)
+    assert not pacing.must_wait("b")
+    await asyncio.wait(lines)
+    other = asyncio.create_task(request(pacing, "b", lasts=100_000))
+    await until_waiting()
+    began = now()
+    lines = [request(pacing, "a", background=True) for _ in range(2 * MAX_WAITING)]
+    assert min(await asyncio.gather(*lines)) > began + 2 * 5.0 / RATE - 20
+    other.cancel()
+
+
+@in_virtual_time
+async def test_a_request_visits_no_accounts_of_other_groups():
+    visited = []
+    for groups in (10, 1000):
+        pacing = Pacing(CORES)
+        for number in range(groups):
+            await request(pacing, str(number), 1.0)
+        assert len(pacing) == groups
+        lines = 0
+
+        def trace(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            return trace if frame.f_code.co_filename == module.__file__ else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        await request(pacing, "a", 1.0)
+        sys.settrace(before)
+        visited.append(lines)
+    assert visited[0] == visited[1] > 10
+
+
 @in_virtual_time
 async def test_a_request_that_is_cancelled_leaves_its_place_and_owes_nothing():
     pacing = Pacing(CORES)
@@ -232,5 +302,6 @@ async def test_accounts_of_idle_groups_are_dropped():
     assert len(pacing) == 0
     for number in range(1000):
         await request(pacing, f"busy{number}", 0.001 * RATE)
+        assert len(pacing) == 1
         await asyncio.sleep(1)
-    assert len(pacing) == 1
+    assert len(pacing) == 0

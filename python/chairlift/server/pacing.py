@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from chairlift.server.errors import too_many
+from chairlift.server.errors import ApiError, too_many
 from chairlift.server.work import Work
 
 SHARE = 0.05
@@ -26,6 +27,9 @@ MAX_COST = 60.0
 MAX_WAITING = 64
 """Requests of a group that may wait. Further ones are refused."""
 
+MAX_WAIT = 300.0
+"""Seconds that a request waits at most, or it is refused: clients give up after some minutes, OpenAI's after ten."""
+
 _SMOOTHING = 0.25
 """Weight of the newest request in the moving average of a group's requests."""
 
@@ -39,15 +43,14 @@ class _Account:
     usual: float = 0.0
     """Seconds of work of a request: a moving average."""
     open: int = 0
-    """Requests that have had their turn and have not ended."""
+    """Requests that have had their turn and have not ended, but for background work."""
     waiting: int = 0
+    users: int = 0
+    """All requests that wait or have not ended."""
+    owes: bool = False
+    """Whether its share may not have paid for its requests yet."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The first of the waiting requests holds it."""
-
-    def pay(self, seconds: float) -> None:
-        """Moves the time at which the share has paid; of less than no seconds, back."""
-        if seconds:
-            self.paid_at = max(self.paid_at, _now()) + seconds
 
 
 class Pacing:
@@ -56,13 +59,16 @@ class Pacing:
     def __init__(self, cores: float) -> None:
         self._rate = SHARE * cores
         self._accounts: dict[str, _Account] = {}
+        self._debts: list[tuple[float, str]] = []
+        """A heap of when to look at which account that owes: at the earliest time at which it may have paid."""
         self._open = 0
-        """Open requests of all groups."""
+        """Open requests of all groups, but for background work."""
         self._changed = asyncio.Event()
         """Set when a request has ended or an engine has started it, for those that wait."""
 
     def __len__(self) -> int:
         """Number of groups with open or waiting requests, or that owe time."""
+        self._forget_paid()
         return len(self._accounts)
 
     @property
@@ -76,20 +82,38 @@ class Pacing:
         return account is not None and (account.waiting > 0 or self._wait(account) > 0)
 
     @contextlib.asynccontextmanager
-    async def turn(self, group: str | None, work: Work) -> AsyncIterator[Callable[[], None]]:
+    async def turn(self, group: str | None, work: Work, *, background: bool = False) -> AsyncIterator[Callable[[], None]]:
         """Lets a request of the group run in its turn, and counts its work when it has ended. One of no group neither waits nor is counted.
 
         The result is called when an engine starts the request, which then costs nothing: the scheduler shares the steps. Raises ApiError
-        429 if too many requests of the group wait.
+        429 if too many requests of the group wait, or would for too long. Background work waits as long as it must, and no other group
+        waits because of it.
         """
         account = _Account(0.0) if group is None else self._accounts.setdefault(group, _Account(_now()))
-        if group is not None:
-            await self._await_turn(account)
-        account.open += 1
-        self._open += 1
+        account.users += 1
+        try:
+            if group is not None:
+                await self._await_turn(account, background)
+            account.open += not background
+            self._open += not background
+            try:
+                async with self._counted(group, account, work) as settle:
+                    yield settle
+            finally:
+                account.open -= not background
+                self._open -= not background
+                self._changed.set()
+        finally:
+            account.users -= 1
+            if group is not None and not account.users and not account.owes:
+                del self._accounts[group]
+
+    @contextlib.asynccontextmanager
+    async def _counted(self, group: str | None, account: _Account, work: Work) -> AsyncIterator[Callable[[], None]]:
+        """Lets the group pay for a request. The result is called when it costs nothing more."""
         # Until it ends it counts as much as the group's usual request: else all that are sent together would run together.
         expected = self._cost(account, account.usual)
-        account.pay(expected)
+        self._pay(group, account, expected)
         settled = False
 
         def settle(seconds: float = 0.0) -> None:
@@ -97,33 +121,45 @@ class Pacing:
             if not settled:
                 settled = True
                 account.usual += _SMOOTHING * (seconds - account.usual)
-                account.pay(self._cost(account, seconds) - expected)
+                self._pay(group, account, self._cost(account, seconds) - expected)
                 self._changed.set()
 
         try:
             yield settle
         finally:
-            account.open -= 1
-            self._open -= 1
             settle(work.seconds)
-            self._changed.set()
-            self._forget_idle()
 
-    async def _await_turn(self, account: _Account) -> None:
+    async def _await_turn(self, account: _Account, background: bool) -> None:
         """Waits until the group's share has paid for its earlier requests, or no requests of others are open."""
-        if account.waiting >= MAX_WAITING:
-            message = f"{MAX_WAITING} requests of this tenant wait for their share of the server's time: send fewer at a time"
-            raise too_many(message, "rate_limit_exceeded", self._wait(account))
+        if not background:
+            self._check_wait(account)
         account.waiting += 1
         try:
-            async with account.turn:
+            # What is expected is too little while the group's requests become longer.
+            async with asyncio.timeout(None if background else MAX_WAIT) as longest, account.turn:
                 while (seconds := self._wait(account)) > 0:
                     self._changed.clear()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(seconds):
                             await self._changed.wait()
+        except TimeoutError:
+            assert longest.expired()
+            raise self._refusal(account, f"this request has waited {MAX_WAIT:g} s") from None
         finally:
             account.waiting -= 1
+
+    def _check_wait(self, account: _Account) -> None:
+        """Raises ApiError 429 if too many requests of the group wait, or if the next one would wait for too long."""
+        wait = self._wait(account)
+        expected = wait + account.waiting * self._cost(account, account.usual)
+        if account.waiting >= MAX_WAITING:
+            raise self._refusal(account, f"{MAX_WAITING} requests wait")
+        if wait > 0 and expected > MAX_WAIT:
+            raise self._refusal(account, f"this request would wait {expected:.0f} s")
+
+    def _refusal(self, account: _Account, reason: str) -> ApiError:
+        message = f"{reason} for its tenant's share of the server's time: send fewer at a time"
+        return too_many(message, "rate_limit_exceeded", self._wait(account))
 
     def _wait(self, account: _Account) -> float:
         """Seconds that the group's next request has to wait if no other request ends."""
@@ -131,14 +167,32 @@ class Pacing:
 
     def _cost(self, account: _Account, seconds: float) -> float:
         """Seconds in which the group's share pays for so much work."""
-        now = _now()
-        owing = sum(one.paid_at > now for one in self._accounts.values() if one is not account) + 1
+        self._forget_paid()
+        owing = len(self._debts) + (not account.owes)
         return min(MAX_COST, seconds * owing / self._rate)
 
-    def _forget_idle(self) -> None:
-        """Drops the accounts of groups that have no requests and owe nothing."""
+    def _pay(self, group: str | None, account: _Account, seconds: float) -> None:
+        """Moves the time at which the group's share has paid; of less than no seconds, back."""
+        if group is None or not seconds:
+            return
+        account.paid_at = max(account.paid_at, _now()) + seconds
+        if not account.owes and account.paid_at > _now():
+            account.owes = True
+            heapq.heappush(self._debts, (account.paid_at, group))
+
+    def _forget_paid(self) -> None:
+        """Takes the accounts that owe nothing any longer from those that owe, and drops those that have no requests either."""
         now = _now()
-        self._accounts = {group: one for group, one in self._accounts.items() if one.open or one.waiting or one.paid_at > now}
+        while self._debts and self._debts[0][0] <= now:
+            group = self._debts[0][1]
+            account = self._accounts[group]
+            if account.paid_at > now:
+                heapq.heapreplace(self._debts, (account.paid_at, group))
+                continue
+            heapq.heappop(self._debts)
+            account.owes = False
+            if not account.users:
+                del self._accounts[group]
 
 
 def _now() -> float:
