@@ -75,6 +75,11 @@ class Tenant:
         """Its name, or "" for all tenants without a key of their own: the name for limits that invented tenants must not evade."""
         return self.name if self.has_key else ""
 
+    @property
+    def paced_as(self) -> str | None:
+        """The group for which the server's own work is counted, None for operators: `Pacing.turn`."""
+        return None if self.operator else self.group
+
     def scheduling(self, tier: str) -> Scheduling:
         """The scheduling parameters of its requests of a tier, before those that a request sets."""
         return Scheduling(tenant=self.name, tier=tier, cache_group=self.cache_group or "", limit_group=self.group)

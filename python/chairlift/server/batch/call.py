@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +38,19 @@ class Reply:
         return self.status == 503 and json.loads(self.body)["error"]["code"] in _OVERLOADED
 
 
-async def call(app: ASGIApp, admission: Admission, registry: RequestRegistry, tenant: Tenant, url: str, body: dict[str, Any]) -> Reply:
+async def call(
+    app: ASGIApp,
+    admission: Admission,
+    registry: RequestRegistry,
+    tenant: Tenant,
+    url: str,
+    body: dict[str, Any],
+    engine_started: Callable[[], None],
+) -> Reply:
     """Posts `body` for `tenant` as a background request and returns the response.
 
-    `admission` counts the background's requests, and `registry` knows them. The caller handles exceptions of the application.
+    `admission` counts the background's requests, and `registry` knows them. `engine_started` is called when an engine starts the request.
+    The caller handles exceptions of the application.
     """
     context = RequestContext(uuid.uuid4().hex)
     if body.get("stream"):
@@ -65,6 +75,7 @@ async def call(app: ASGIApp, admission: Admission, registry: RequestRegistry, te
             parts.append(message.get("body", b""))
 
     ticket = admission.ticket(tenant)
+    ticket.on_start(engine_started)
     state = {"context": context, "tenant": tenant.name, "reader": tenant.name, "ticket": ticket, "raw_send": send}
     try:
         await app(_scope(url, state), receive, send)

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp
@@ -24,6 +24,7 @@ from chairlift.server.lifecycle import ModelState
 from chairlift.server.service import Service
 from chairlift.server.storage.batches import Answer, Batch, BatchRequest, Status, output_line
 from chairlift.server.storage.storage import Storage
+from chairlift.server.work import CURRENT_WORK, Work
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,9 @@ class BatchRunner:
             while True:
                 try:
                     self._wake.clear()
-                    await self._advance(self._move_on_or_wait)
+                    is_open = await self._advance(self._move_on_or_wait)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_RETRY_SECONDS if self._open or self._retry_at else _CLEAN_SECONDS):
+                        async with asyncio.timeout(_RETRY_SECONDS if is_open else _CLEAN_SECONDS):
                             await self._wake.wait()
                 except Exception as error:
                     _report("batches stopped", error)
@@ -131,7 +132,6 @@ class BatchRunner:
 
     async def _move_on(self, batch: Batch) -> None:
         """Does what a batch's status asks for, except for starting requests."""
-        storage = self._storage.batches
         if batch.status is Status.CANCELLING:
             await self._end(batch, Status.CANCELLED, _CANCELLED)
         elif batch.status is Status.FINALIZING or (batch.status is Status.IN_PROGRESS and batch.completed + batch.failed == batch.total):
@@ -139,18 +139,39 @@ class BatchRunner:
         elif (expires := batch.fields["expires_at"]) is not None and time.time() >= expires:
             await self._end(batch, Status.EXPIRED, _EXPIRED)
         elif batch.status is Status.VALIDATING:
-            path = self._storage.files.path(batch.input_file_id)
-            try:
-                requests, errors = await asyncio.to_thread(read_input, path, batch.fields["endpoint"], self._max_body_size)
-            except FileNotFoundError:
-                requests, errors = [], [InputError("file_not_found", "the input file is gone", "input_file_id").fields]
-            if errors:
-                await storage.fail(batch, errors)
-            else:
-                await storage.start(batch, requests)
-            self._wake.set()
+            if not self._must_wait(batch):
+                async with self._charged(batch):
+                    await self._validate(batch)
+                self._wake.set()
         elif batch.id not in self._open:
             self._open[batch.id] = _Open(batch)
+
+    async def _validate(self, batch: Batch) -> None:
+        """Reads a batch's input and starts it, or lets it fail."""
+        path = self._storage.files.path(batch.input_file_id)
+        try:
+            requests, errors = await asyncio.to_thread(read_input, path, batch.fields["endpoint"], self._max_body_size)
+        except FileNotFoundError:
+            requests, errors = [], [InputError("file_not_found", "the input file is gone", "input_file_id").fields]
+        if errors:
+            await self._storage.batches.fail(batch, errors)
+        else:
+            await self._storage.batches.start(batch, requests)
+
+    def _must_wait(self, batch: Batch) -> bool:
+        """Whether a batch's tenant has taken more than its share of the server's own time. The next look comes after `_RETRY_SECONDS`."""
+        return self._service.pacing.must_wait(self._keys.named(batch.tenant).paced_as)
+
+    @contextlib.asynccontextmanager
+    async def _charged(self, batch: Batch) -> AsyncIterator[Callable[[], None]]:
+        """Counts the server's work in this block for the batch's tenant: see `Pacing.turn`."""
+        work = Work()
+        before = CURRENT_WORK.set(work)
+        try:
+            async with self._service.pacing.turn(self._keys.named(batch.tenant).paced_as, work, background=True) as engine_started:
+                yield engine_started
+        finally:
+            CURRENT_WORK.reset(before)
 
     async def _end(self, batch: Batch, status: Status, unanswered: dict[str, str] | None) -> None:
         if (current := self._open.pop(batch.id, None)) is not None:
@@ -174,7 +195,9 @@ class BatchRunner:
             ready = [
                 one
                 for one in self._open.values()
-                if (one.pending or not one.exhausted) and running[one.batch.tenant] < limits[one.batch.tenant]
+                if (one.pending or not one.exhausted)
+                and running[one.batch.tenant] < limits[one.batch.tenant]
+                and not self._must_wait(one.batch)
             ]
             if not ready or running.total() >= limit:
                 return
@@ -196,8 +219,9 @@ class BatchRunner:
         batch = current.batch
         tenant = replace(self._keys.named(batch.tenant), max_queued=None, max_requests=None)  # its limits are applied above
         try:
-            url, body = await asyncio.to_thread(read_request, self._storage.files.path(batch.input_file_id), request)
-            reply = await call(self._app, self._admission, self._service.registry, tenant, url, body)
+            async with self._charged(batch) as engine_started:
+                url, body = await asyncio.to_thread(read_request, self._storage.files.path(batch.input_file_id), request)
+                reply = await call(self._app, self._admission, self._service.registry, tenant, url, body, engine_started)
         except Exception:
             logger.exception("request %r of %s failed", request.custom_id, batch.id)
             reply = Reply(500, "", b'{"error":{"message":"internal error","type":"server_error","param":null,"code":"internal_error"}}')

@@ -67,7 +67,7 @@ class AccessMiddleware:
         self._policy = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or rejects it. An operator's requests and probes belong to no group that waits for its turn."""
+        """Passes a request on, or rejects it."""
         if scope["type"] != "http":
             return
         scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
@@ -97,11 +97,10 @@ class AccessMiddleware:
         ticket = self._service.admission.ticket(tenant)
         scope["state"] |= {"tenant": tenant.name, "reader": tenant.reader, "ticket": ticket, "raw_send": send}
         scope["state"]["may_unload"] = tenant.operator or not self._policy.keys
-        group = None if tenant.operator else tenant.group
-        waits = self._service.pacing.must_wait(group)
+        waits = self._service.pacing.must_wait(tenant.paced_as)
         with self._service.track_open():
             try:
-                app = partial(self._in_turn, work, group, waits)
+                app = partial(self._in_turn, work, waits)
                 if not await run_until_disconnect(app, scope, receive, send_with_id, ahead=waits):
                     logger.debug("the client of request %s disconnected", request_id.decode())
             except ApiError as error:
@@ -113,13 +112,13 @@ class AccessMiddleware:
                 ticket.release()
                 self._service.registry.remove_preparing(tenant.name, context)
 
-    async def _in_turn(self, work: Work, group: str | None, waits: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on in the turn of its group; raises ApiError 429 if too many wait. One of no group does not wait."""
-        context, began = scope["state"]["context"], time.monotonic()
-        async with self._service.pacing.turn(group, work) as engine_started:
+    async def _in_turn(self, work: Work, waits: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on in its turn; raises ApiError 429 if too many wait. An operator's requests and probes never wait."""
+        context, ticket, began = scope["state"]["context"], scope["state"]["ticket"], time.monotonic()
+        async with self._service.pacing.turn(ticket.tenant.paced_as, work) as engine_started:
             if waits:
                 context.paced = time.monotonic() - began
-            scope["state"]["ticket"].on_start(engine_started)
+            ticket.on_start(engine_started)
             await self._app(scope, receive, send)
 
     async def _refuse(self, refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,6 +1,7 @@
 """Files and batches, with OpenAI's own client."""
 
 import asyncio
+import contextlib
 import json
 import time
 
@@ -231,7 +232,7 @@ def test_an_expired_batch_keeps_its_answers(alice, monkeypatch):
 def test_a_request_that_the_server_cannot_serve_is_tried_three_times(alice, monkeypatch):
     tried = []
 
-    async def refuse(app, admission, registry, tenant, url, body):
+    async def refuse(app, admission, registry, tenant, url, body, engine_started):
         tried.append(body)
         return Reply(503, "r", to_json_bytes(unavailable("the engine died", "engine_dead", 1).envelope), 1)
 
@@ -266,9 +267,9 @@ def test_a_request_waits_as_long_as_the_server_is_overloaded(alice, engine, monk
 def test_a_request_that_names_no_model_of_the_server_is_answered_after_a_503(alice, monkeypatch):
     seen, call = [], runner.call
 
-    async def refuse_once(app, admission, registry, tenant, url, body):
+    async def refuse_once(app, admission, registry, tenant, url, body, engine_started):
         if body in seen:
-            return await call(app, admission, registry, tenant, url, body)
+            return await call(app, admission, registry, tenant, url, body, engine_started)
         seen.append(body)
         return Reply(503, "r", to_json_bytes(unavailable("the model is still loading", "not_ready", 1).envelope))
 
@@ -276,6 +277,42 @@ def test_a_request_that_names_no_model_of_the_server_is_answered_after_a_503(ali
     batch = ended(alice, start(alice, line("a", model="nobody"), line("b", model=["x"]), line("c")))
     assert [answer["response"]["status_code"] for answer in lines_of(alice, batch.error_file_id)] == [404, 400]
     assert [answer["custom_id"] for answer in lines_of(alice, batch.output_file_id)] == ["c"]
+
+
+def test_a_batch_and_its_lines_are_charged_to_their_tenant_until_an_engine_starts_them(server, alice, monkeypatch):
+    pacing, turns = server[1].pacing, []
+    turn = pacing.turn
+
+    @contextlib.asynccontextmanager
+    async def recorded(group, work, *, background=False):
+        calls = []
+        async with turn(group, work, background=background) as engine_started:
+            yield lambda: calls.append(engine_started())
+        turns.extend([(group, work.seconds > 0, len(calls))] * background)
+
+    monkeypatch.setattr(pacing, "turn", recorded)
+    batch = ended(alice, start(alice, line("a"), line("b", max_tokens=0)))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    assert sorted(turns) == [("alice", True, 0), ("alice", True, 0), ("alice", True, 1)]
+
+
+@pytest.mark.parametrize(("looks", "status"), [(0, "validating"), (3, "in_progress")])
+def test_a_batch_waits_for_its_tenants_share_and_holds_up_no_other(server, alice, bob, monkeypatch, looks, status):
+    """The tenant owes nothing at the first `looks`."""
+    left = looks
+
+    def must_wait(group):
+        nonlocal left
+        left -= group == "alice"
+        return group == "alice" and left < 0
+
+    monkeypatch.setattr(server[1].pacing, "must_wait", must_wait)
+    monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.1)
+    batch = start(alice, *(line(str(number)) for number in range(20)))
+    assert ended(bob, start(bob, line("b"))).status == "completed"
+    assert alice.batches.retrieve(batch.id).status == status
+    left = 1000
+    assert ended(alice, batch).request_counts.completed == 20
 
 
 def test_a_refused_request_of_a_batch_is_not_remembered_as_one_that_begins(server, alice):
