@@ -102,7 +102,7 @@ IN_SERVER = {
         "streaming",
         "tokenizing",
     },
-    "batch": {"admission", "errors", "http", "keys", "lifecycle", "observability", "registry", "service", "storage"},
+    "batch": {"admission", "errors", "http", "keys", "lifecycle", "observability", "registry", "service", "storage", "work"},
     "embedding": {"errors", "generation", "model", "schema", "service"},
     "chat": {"cache_miss", "errors", "generation", "http", "keys", "model", "schema", "service", "turns", "usage"},
     "streaming": {"errors", "http"},

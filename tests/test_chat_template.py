@@ -1,5 +1,6 @@
 """A hostile template takes neither time nor memory from the process that asks for a rendering."""
 
+import contextlib
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from chairlift import chat_template
 from chairlift.chat_template import ChatTemplate
 from chairlift.child_process import STOPS
 from chairlift.errors import InvalidRequest
-from chairlift.template_process import TemplateProcesses
+from chairlift.template_process import JOB_TIME, TemplateProcesses
 from chairlift.template_renderer import render
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -40,6 +41,7 @@ LARGE = [
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
 ]
+COSTLY = "{% for i in range(9999) %}{{ i }}{% endfor %}"
 
 
 @pytest.fixture
@@ -81,6 +83,14 @@ def test_a_hostile_template_takes_neither_time_nor_memory_here(processes, source
 def _peak() -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+
+
+@pytest.mark.parametrize(("source", "least", "most"), [(SLOW[2], 0.1, 0.1), (LARGE[-1], 1e-6, 0.1), (COSTLY, 1e-3, 0.1)])
+def test_the_time_of_a_job_is_counted_for_its_thread(processes, source, least, most):
+    before = JOB_TIME.seconds
+    with contextlib.suppress(InvalidRequest):
+        ChatTemplate({"default": source}, {}).render(HELLO, ())
+    assert least <= round(JOB_TIME.seconds - before, 6) <= most
 
 
 def test_a_hostile_template_is_not_run_to_learn_what_it_reads(processes):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from typing import Any
 
 from chairlift.child_process import start_python
@@ -25,6 +26,14 @@ MAX_PROCESSES = 2
 
 _SIGNALS_OF_JOBS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
 """Signals by which a job may end its process."""
+
+
+class _ThreadTime(threading.local):
+    seconds = 0.0
+
+
+JOB_TIME = _ThreadTime()
+"""Seconds of processor time that the jobs of the calling thread have taken in the processes."""
 
 
 class TemplateProcesses:
@@ -78,6 +87,7 @@ class TemplateProcesses:
         if process.poll() is not None:  # it was killed while it was idle
             _close(process)
             process = self._start()
+        began = time.monotonic()
         try:
             reply = _exchange(process, content)
         except BaseException:
@@ -85,6 +95,7 @@ class TemplateProcesses:
             _close(process)
             raise
         if reply is None:
+            JOB_TIME.seconds += min(self._max_seconds, time.monotonic() - began)
             return _close(process)
         self._idle.append(process)
         return reply
@@ -100,7 +111,7 @@ class TemplateProcesses:
 
 
 def _exchange(process: subprocess.Popen[bytes], content: bytes) -> bytes | None:
-    """Sends a job and returns the reply; None if the process ended."""
+    """Sends a job, returns the reply and counts the job's time; None if the process ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -108,12 +119,15 @@ def _exchange(process: subprocess.Popen[bytes], content: bytes) -> bytes | None:
         process.stdin.flush()
     except BrokenPipeError:
         return None
-    length = process.stdout.read(LENGTH_BYTES)
-    if len(length) < LENGTH_BYTES:
+    head = process.stdout.read(2 * LENGTH_BYTES)
+    if len(head) < 2 * LENGTH_BYTES:
         return None
-    expected = int.from_bytes(length, "little")
+    expected, taken = (int.from_bytes(part, "little") for part in (head[:LENGTH_BYTES], head[LENGTH_BYTES:]))
     reply = process.stdout.read(expected)
-    return reply if len(reply) == expected else None
+    if len(reply) < expected:
+        return None
+    JOB_TIME.seconds += taken / 1e6
+    return reply
 
 
 def _close(process: subprocess.Popen[bytes]) -> int:

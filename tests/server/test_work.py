@@ -5,6 +5,7 @@ import time
 
 from chairlift.server.observability.loop_monitor import LoopMonitor
 from chairlift.server.work import CURRENT_WORK, Work, WorkThreads
+from chairlift.template_process import JOB_TIME
 
 
 def busy(seconds):
@@ -42,6 +43,17 @@ async def in_the_loop():
     busy(0.02)
 
 
+def render():
+    JOB_TIME.seconds += 5.0
+
+
+async def in_processes():
+    threads = WorkThreads(1)
+    for _ in range(2):
+        await asyncio.get_running_loop().run_in_executor(threads, render)
+    threads.shutdown()
+
+
 def test_callbacks_count_for_their_request():
     assert asyncio.run(counted(in_the_loop(), monitored=True)) >= 0.02
     assert asyncio.run(counted(in_the_loop(), monitored=False)) == 0
@@ -49,3 +61,7 @@ def test_callbacks_count_for_their_request():
 
 def test_threads_count_for_the_request_that_calls_them():
     assert 0.04 <= asyncio.run(counted(in_threads(), monitored=False)) < 0.1
+
+
+def test_processes_of_templates_count_for_the_request_that_renders():
+    assert 10 <= asyncio.run(counted(in_processes(), monitored=False)) < 10.1

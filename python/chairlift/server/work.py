@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
+from chairlift.template_process import JOB_TIME
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,7 +21,7 @@ class Work:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Seconds of the event loop, and of processor time in threads."""
+        """Seconds of the event loop, and of processor time in threads and in child processes that render chat templates."""
 
 
 CURRENT_WORK: ContextVar[Work | None] = ContextVar("work", default=None)
@@ -30,7 +32,7 @@ WORK = "work"
 
 
 class WorkThreads(ThreadPoolExecutor):
-    """Threads whose processor time counts for the request that calls them."""
+    """Threads whose processor time, with that of their work in child processes, counts for the request that calls them."""
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Calls a function in a thread."""
@@ -38,11 +40,11 @@ class WorkThreads(ThreadPoolExecutor):
             return super().submit(fn, *args, **kwargs)
 
         def call() -> R:
-            began = time.thread_time()
+            began = time.thread_time() + JOB_TIME.seconds
             try:
                 return fn(*args, **kwargs)
             finally:
                 # Several threads may do this at a time; the little that is lost then does not matter.
-                work.seconds += time.thread_time() - began
+                work.seconds += time.thread_time() + JOB_TIME.seconds - began
 
         return super().submit(call)
