@@ -1,9 +1,10 @@
 import asyncio
 import json
+import socket
 import threading
 
 import pytest
-from raw_connection import connected
+from raw_connection import connected, rest
 from server_here import wait_until
 
 from chairlift.server.middleware.disconnect import run_until_disconnect
@@ -40,6 +41,15 @@ def test_the_engine_stops_when_the_client_goes(base, server, engine, http, path,
     assert engine.finished == 0
     wait_until(lambda: server[1].open == 0)
     assert f'finished_reason="abort",model_name="org/fake-model"}} {requests}.0' in http.get("/metrics").text
+
+
+def test_a_client_that_ends_its_sending_has_gone(base, server, engine):
+    for sock in leave(base, "/v1/completions", {"prompt": "paused", "max_tokens": 9}):
+        wait_until(lambda: engine.started == 1)
+        sock.shutdown(socket.SHUT_WR)
+        assert rest(sock) == b""
+    wait_until(lambda: server[1].open == 0)
+    assert engine.left_early == 1
 
 
 def test_a_client_that_goes_while_it_still_sends_costs_nothing(base, server, engine, http):
