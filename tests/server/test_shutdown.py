@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 
 import counting_engine
 import httpx
@@ -18,7 +19,7 @@ from chairlift.server.http.sockets import open_port
 from chairlift.server.keys import Keys
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.model import ServedModel
-from chairlift.server.supervisor import Supervisor
+from chairlift.server.supervisor import SWITCH_SECONDS, Supervisor
 from chairlift.server.tiers import ServiceTiers
 
 GATED = 14
@@ -54,7 +55,7 @@ async def reaches(model, state):
 
 @pytest.mark.parametrize(("first", "limit"), [("slow", None), ("quick", None), ("quick", 1)], ids=["alone", "beside one", "in its place"])
 def test_a_signal_while_a_model_loads_ends_the_server_at_once(make, first, limit, caplog):
-    thresholds = gc.get_threshold()
+    thresholds, switch_seconds = gc.get_threshold(), sys.getswitchinterval()
 
     async def main():
         server, (quick, slow), process = make(first, max_loaded_models=limit)
@@ -69,10 +70,11 @@ def test_a_signal_while_a_model_loads_ends_the_server_at_once(make, first, limit
                     await reaches(slow, ModelState.LOADING)
                 await until(lambda: slow.engine.alive)
                 assert gc.get_threshold() != thresholds  # full collections wait until no request is open
+                assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
                 os.kill(os.getpid(), signal.SIGINT)
                 assert await running == 0
         assert process.pid is None
 
     asyncio.run(main())
-    assert gc.get_threshold() == thresholds
+    assert (gc.get_threshold(), sys.getswitchinterval()) == (thresholds, switch_seconds)
     assert "could not be loaded" not in caplog.text
