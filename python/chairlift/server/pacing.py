@@ -158,7 +158,7 @@ class Pacing:
             raise self._refusal(account, f"this request would wait {expected:.0f} s")
 
     def _refusal(self, account: _Account, reason: str) -> ApiError:
-        message = f"{reason} for its tenant's share of the server's time: send fewer at a time"
+        message = f"this tenant has used its share of the server's time ({reason}): send fewer requests at a time"
         return too_many(message, "rate_limit_exceeded", self._wait(account))
 
     def _wait(self, account: _Account) -> float:
