@@ -145,6 +145,8 @@ def test_nothing_is_sent_of_steps_that_only_decode(engine, clock):
     for _ in range(1000):
         clock.seconds += 0.01
         hosted.step()
+        assert not hosted.busy  # it has nothing to do before the next step
+        assert hosted.wakes_at == pytest.approx(clock.seconds + 0.01)
     # Counters are sent five times a second, and those of tenants once a second.
     assert len(sent) - before <= 61
     assert all(frame.stats for frame in sent[before:])

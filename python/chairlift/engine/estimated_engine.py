@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.frames import Answering, Estimate, ServerRestarted, StepOutputs
 
 if TYPE_CHECKING:
+    from chairlift import _core
     from chairlift.engine.engine import OnPrepared
     from chairlift.engine.engine_request import EngineRequest
 
@@ -42,6 +42,9 @@ class Prompts:
         self._total = 0
         self._since = 0.0
         """When the server began with the first of them."""
+
+    def __len__(self) -> int:
+        return len(self._tokens)
 
     def __contains__(self, tag: int) -> bool:
         return tag in self._tokens
@@ -131,30 +134,30 @@ class EstimatedEngine(Engine):
         return found
 
     def step(self) -> StepOutputs | None:
-        """Ends the step in flight when its time has come, and begins one; None while it lasts, or if there is nothing to run."""
-        if self._in_flight is None:
-            begun, (cached, dropped) = self._begin(), self._scheduler.take_cache_changes()
-            return replace(begun or StepOutputs(), cached=cached, dropped=dropped) if begun or cached or dropped else None
-        if self._left() > 0.0:
-            return None
-        step, self._in_flight = self._in_flight, None
-        outputs = self._steps.commit(self._steps.collect(step))
-        self._discard_blocks()
-        self._write_journal()
+        """Ends the step in flight when its time has come, and begins one. None if the client need hear nothing, as while all decode."""
+        ended: list[_core.Timeline] = []
+        if self._in_flight is not None:
+            if self._left() > 0.0:
+                return None
+            step, self._in_flight = self._in_flight, None
+            ended += self._steps.commit(self._steps.collect(step)).ended
+            self._discard_blocks()
+            self._write_journal()
+        started = self._begin(ended)
         cached, dropped = self._scheduler.take_cache_changes()
-        for timeline in outputs.ended:
-            self._forget(timeline["tag"])
-        begun = self._begin() or StepOutputs()
-        return replace(begun, ended=[*outputs.ended, *begun.ended], cached=cached, dropped=dropped)
+        if not (started or ended or cached or dropped):
+            return None
+        return StepOutputs(started=started, ended=ended, cached=cached, dropped=dropped)
 
     def wakes_in(self) -> float | None:
         """Seconds until `step` may have something to do without another `add`; None for never."""
         return super().wakes_in() if self._in_flight is None else self._left()
 
-    def _begin(self) -> StepOutputs | None:
+    def _begin(self, ended: list[_core.Timeline]) -> list[tuple[int, int, int, int]]:
+        """Begins a step. Returns the sequences that it admits. Adds those that miss their deadline to those that have `ended`."""
         now, began, started = clock.now(), time.monotonic(), []  # type: ignore[var-annotated]
-        expired = self._expire(now)
-        for timeline in expired:
+        ended += self._expire(now)
+        for timeline in ended:
             self._forget(timeline["tag"])
         if (closed := began < self._room_at()) != self._closed:
             self._closed = closed
@@ -162,17 +165,19 @@ class EstimatedEngine(Engine):
         step = self._steps.launch(now, started)
         if step is None:
             self._write_journal()
-            return StepOutputs(ended=expired) if expired else None
+            return started
         self._in_flight, self._begins = step, began
         for tag, cached, *_ in started:
             self._admit(tag, cached, began)
-        lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
-        chunks = zip(self._steps.sequence_tags(step), lengths.tolist(), strict=True)
-        # A chunk of one token is a decode, which all steps have room for.
-        self._chunks = {tag: length for tag, length in chunks if length > 1 and tag in self._prompts}
+        self._chunks = {}
+        if self._prompts:
+            lengths = np.diff(self.runner.buffers[step.buffer_index].query_starts[: step.sizes.seqs + 1])
+            chunks = zip(self._steps.sequence_tags(step), lengths.tolist(), strict=True)
+            # A chunk of one token is a decode, which all steps have room for.
+            self._chunks = {tag: length for tag, length in chunks if length > 1 and tag in self._prompts}
         # A step that has admitted nothing takes its time, because the next one may not either.
         self._may_end = 0.0 if started else began + self._step_seconds
-        return StepOutputs(started=started, ended=expired)
+        return started
 
     def _admit(self, tag: int, cached: int, now: float) -> None:
         """Called when the other server gets a sequence, unless it was preempted here."""

@@ -76,9 +76,10 @@ class HostedEngine:
         step = self.engine.step()
         self.engine.stage = "send", time.monotonic()
         self.busy = step is not None
-        outputs = replace(step or StepOutputs(), stats=self._counters.news(idle=not self.busy and not self.engine.in_flight))
-        if not outputs.empty:
-            self._send(outputs)
+        if stats := self._counters.news(idle=not self.busy and not self.engine.in_flight):
+            step = replace(step or StepOutputs(), stats=stats)
+        if step is not None and not step.empty:
+            self._send(step)
         if self.busy:
             return
         wakes_in = self.engine.wakes_in()
