@@ -127,7 +127,9 @@ class Gate:
             named = url
         upstream = next((one for one in self._upstreams if one.url == named), None)
         if upstream is None:
-            raise ApiError(404, f"there is no upstream {brief(url)}: GET /upstreams lists them", param="upstream", code="upstream_not_found")
+            raise ApiError(
+                404, f"there is no upstream {brief(url)}: GET /upstreams lists them", param="upstream", code="upstream_not_found"
+            )
         upstream.drained = drained
         self._choose_usable()
 

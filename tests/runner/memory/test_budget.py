@@ -148,7 +148,7 @@ def test_a_context_that_does_not_fit_is_shortened_or_refused():
     assert size.max_model_len == (size.num_blocks - 1) * 16 < 131_072
     with pytest.raises(InvalidSetting, match=r"--max-model-len 131072 needs 8192 .* but 72.0 GiB, beside 60.0 GiB of weights"):
         fitted(Given(), **tight, max_model_len=131_072)
-    with pytest.raises(InvalidSetting, match="two blocks of [0-9]* bytes are needed"):
+    with pytest.raises(InvalidSetting, match=r"two blocks of \d+ bytes are needed"):
         fitted(Given(), weights=72 * GIB)
 
 
