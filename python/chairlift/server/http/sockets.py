@@ -28,7 +28,10 @@ class PortTaken(ChairliftError):
 def end_if_gone(connection: socket.socket) -> None:
     """Lets a TCP connection fail if the other machine is gone, as after a power cut: then no packet says so. Listeners pass it on."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = socket.TCP_KEEPALIVE if sys.platform == "darwin" else socket.TCP_KEEPIDLE
+    if sys.platform == "darwin":
+        idle = socket.TCP_KEEPALIVE
+    else:
+        idle = socket.TCP_KEEPIDLE
     for option, value in zip((idle, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), GONE_SECONDS, strict=True):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
