@@ -36,8 +36,8 @@ def parse_scales(raw: dict[str, Any], family: Architecture, hidden: int, attenti
     scalar = _number(raw, "query_pre_attn_scalar", family.query_scalar) if family.query_scalar else None
     scaled = family.scaled_embeddings if isinstance(family.scaled_embeddings, bool) else raw.get(*family.scaled_embeddings)
     embedding, attention = hidden**0.5 if scaled else 1.0, scalar**-0.5 if scalar else attention
-    logits = _number(raw, "logit_scale", family.logit_scale) if family.logit_scale else None
-    return Scales(embedding, attention, logits=logits or 1.0, scores_cap=scores_cap, logits_cap=logits_cap)
+    factor = _number(raw, "logit_scale", family.logit_scale) if family.logit_scale else None
+    return Scales(embedding, attention, logits=factor or 1.0, scores_cap=scores_cap, logits_cap=logits_cap)
 
 
 def _softcaps(raw: dict[str, Any], family: Architecture) -> tuple[float | None, float | None]:
