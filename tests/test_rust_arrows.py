@@ -48,6 +48,7 @@ LAYERS = {
     ],
     "gpu": [],
     "python": [
+        {"copied"},
         {"buffers", "errors", "policy", "reports", "request", "threads", "work"},
         {"arbiter", "kv_budget", "router"},
         {"settings"},

@@ -274,9 +274,9 @@ def same_weights(run: common.Run, llm: Any, config: dict[str, Any]) -> Any:
             put(module, weight)
         put(attention.o_proj, mine.mixer.output.weight)
         put(mlp.down_proj, mine.feed.down.weight)
-        put(theirs.input_layernorm, mine.mixer.norm)
-        put(theirs.post_attention_layernorm, mine.feed.norm)
-    put(model.model.norm, network.norm)
+        put(theirs.input_layernorm, mine.mixer.norm.weight)
+        put(theirs.post_attention_layernorm, mine.feed.norm.weight)
+    put(model.model.norm, network.norm.weight)
     model.model.rotary_emb = LlamaRotaryEmbedding(config=hf_config).to(run.device)
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     return model.eval()

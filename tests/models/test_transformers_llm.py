@@ -57,7 +57,7 @@ def code(llm: LLM) -> list[str]:
         ("gemma2", MIXED, "Gemma2ForCausalLM, in Rust"),
         ("gpt_neox", {}, "transformers' GPTNeoXForCausalLM, with paged attention"),
         ("gpt_oss", EXPERTS | MIXED, "GptOssForCausalLM, in Rust"),
-        ("afmoe", EXPERTS | MIXED, "transformers' AfmoeForCausalLM, with paged attention"),
+        ("vaultgemma", MIXED, "transformers' VaultGemmaForCausalLM, with paged attention"),
         ("llama", {"rope_parameters": YARN}, "LlamaForCausalLM, in Rust"),
         # Their tensors keep the names of the code that came with them.
         ("exaone", {"architectures": ["ExaoneForCausalLM"]}, "transformers' LlamaForCausalLM, with paged attention"),

@@ -23,7 +23,15 @@ def stream(client, tokens, prompt="paused"):
         yield lines
 
 
-def test_a_signal_lets_streams_finish_and_turns_new_requests_away():
+@pytest.fixture
+def hangup():
+    """Lets children be told that the terminal is closed, also where nohup started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_lets_streams_finish_and_turns_new_requests_away(hangup):
     with running() as (process, client):
         wait_until(lambda: status(client, "/ready") == 200)
         with stream(client, 150) as lines:
