@@ -29,7 +29,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
         if self._lost and self._has_room():
             lost, self._lost = self._lost, 0
             fields = {"name": "chairlift", "levelno": logging.WARNING, "levelname": "WARNING"}
-            self.emit(logging.makeLogRecord({**fields, "msg": f"nobody read the log, and {lost} lines of it are lost"}))
+            self.emit(logging.makeLogRecord({**fields, "msg": f"the log was not read, and {lost} lines of it are lost"}))
         try:
             text = self.format(record) + self.terminator
             for at in range(0, len(text), _PIECE):
