@@ -206,6 +206,7 @@ def test_an_input_has_a_largest_number_of_requests(tmp_path, monkeypatch):
 def test_a_cancelled_batch_keeps_its_answers(alice, engine):
     batch = start(alice, line("a"), *(line(str(number), prompt="held") for number in range(20)))
     wait_until(lambda: alice.batches.retrieve(batch.id).request_counts.completed == 1)
+    wait_until(lambda: engine.started == 9)  # that one and the eight that run at once
     assert alice.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     batch = ended(alice, batch)
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("cancelled", 1, 20)
