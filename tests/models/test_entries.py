@@ -139,7 +139,9 @@ def test_what_changes_nothing_is_not_reported() -> None:
     assert ModelConfig.parse(LLAMA | {"use_thoughts": True}).unread == ("use_thoughts",)
 
 
-@pytest.mark.parametrize("name", ["logits_scaling", "rope_interleaved", "block_configs", "num_heads_per_layer"])
+@pytest.mark.parametrize(
+    "name", ["logits_scaling", "rope_interleaved", "block_configs", "num_heads_per_layer", "swiglu_limits", "sliding_windows"]
+)
 def test_what_would_change_answers_is_refused_if_transformers_does_not_know_it_either(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {name: [8.0], "model_type": "llama"}))
     with pytest.raises(UnsupportedModel, match=f"{name} .* has no code of ours, and transformers' code does not read it: remove it"):

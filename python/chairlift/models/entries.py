@@ -49,6 +49,8 @@ _USUAL = {
     "normalization_function": ("rmsnorm",),
     "layer_norm_type": ("layer_norm",),
     "scoring_func": ("softmax", "sigmoid"),
+    "score_func": ("sigmoid",),  # this and the next are Trinity's
+    "route_norm": (True,),
     "position_embedding_type": ("absolute", "rope", "rotary", "rope_gptj"),
     "attn_output_gate": (True,),  # whose matrices have other sizes without it
     "qk_norm": (True,),  # as all models have it whose code does not read this
@@ -65,7 +67,7 @@ _USUAL = {
 _CHANGES = re.compile(
     r"\w*(scale|scaling|scalar|scaling_factor|multiplier|softcap\w*|cap|clip\w*|clamp\w*|alibi\w*|temperature\w*|interleaved?|parallel_block|_act|activation\w*)"
     r"|\w*per_layer\w*|block_configs|\w*layers?_(pattern|config\w*|freq\w*|types?)"
-    r"|norm_topk_prob|attention_sinks?\w*|\w*lm_head_bias|pruned_heads|use_bias|attention_out_bias"
+    r"|norm_topk_prob|swiglu_\w+|sliding_windows|attention_sinks?\w*|\w*lm_head_bias|pruned_heads|use_bias|attention_out_bias"
 )
 """Entries that change answers, unless their value is neutral."""
 _IMAGES = re.compile(r"\w*(image|tile|tiling|pixel|patch|thumbnail)\w*|(scale|downsample)_\w+|ignore_index|use_reentrant\w*|text_config")
