@@ -502,6 +502,35 @@ def test_entries_of_falcon_that_repeat_the_activation_are_known():
     assert parse(activation="swiglu", activation_function="silu").unread == ()
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ExaoneMoEForCausalLM", {**EXPERTS, "num_key_value_heads": 2, "sliding_window_pattern": 3}),
+        ("Dots1ForCausalLM", {**EXPERTS, "num_experts": None, "n_routed_experts": 4, "scoring_func": "noaux_tc"}),
+        (
+            "HunYuanMoEV1ForCausalLM",
+            {"num_experts": 4, "moe_topk": [2] * 3, "num_shared_expert": [1] * 3, "norm_topk_prob": True}
+            | {"n_group": False, "topk_group": False, "group_limited_greedy": False, "routed_scaling_factor": False},
+        ),
+        ("AfmoeForCausalLM", {**EXPERTS, "num_key_value_heads": 2, "route_norm": True, "score_func": "sigmoid"}),
+        ("Starcoder2ForCausalLM", {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "activation_function": "gelu"}),
+    ],
+)
+def test_names_and_values_of_published_files_are_known(name, changes):
+    model = parse(architectures=[name], **changes)
+    assert model.unread == ()
+    if model.experts:
+        assert (model.experts.used, model.experts.groups) == (2, None)
+
+
+def test_the_rotary_base_of_cohere2_is_transformers_where_config_json_is_silent():
+    assert parse(architectures=["CohereForCausalLM"]).rope.theta == 500_000.0
+    assert parse(architectures=["Cohere2ForCausalLM"]).rope.theta == 10_000.0
+
+
 @pytest.mark.parametrize("modules", [3, [3], {"a": 1}, ["x"]])
 def test_modules_that_are_no_list_of_objects_are_refused(tmp_path, modules):
     (tmp_path / "modules.json").write_text(json.dumps(modules))

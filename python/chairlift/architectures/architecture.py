@@ -313,7 +313,8 @@ class Architecture:
         if self.activation == "relu2":
             return {"mlp_hidden_act" if self.single else "hidden_act": ("relu2",)}
         if self.activation == "gelu_new":
-            return {"hidden_act": ("gelu_new", "gelu_pytorch_tanh")}
+            # StarCoder2's published files have the second entry too, which transformers does not read.
+            return {"hidden_act": ("gelu_new", "gelu_pytorch_tanh"), "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh")}
         # Gemma 1's published files say gelu, and mean its approximation.
         first = {"hidden_act": ("gelu_pytorch_tanh", "gelu")} if self.model_type == "gemma" else {}
         return {**first, "hidden_activation": ("gelu_pytorch_tanh",)}

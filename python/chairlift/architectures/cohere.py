@@ -28,6 +28,7 @@ COHERE2 = replace(
     gguf=GGUFFormat(
         names=("cohere2",), keys={"logit_scale": Key("logit_scale", float), "sliding_window": Key("attention.sliding_window", int)}
     ),
+    theta=10_000.0,
     window_rotary=True,
     windows=Windows.LISTED,
     sliding_window=4096,

@@ -32,6 +32,7 @@ EXAONE_MOE = replace(
     name="ExaoneMoeForCausalLM",
     model_type="exaone_moe",
     models="K-EXAONE-236B-A23B",
+    aliases=("ExaoneMoEForCausalLM",),  # the first published files
     gguf=GGUFFormat(
         names=("exaone-moe",),
         constants={"first_k_dense_replace": 0, "num_shared_experts": 0},

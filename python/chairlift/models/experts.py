@@ -98,7 +98,9 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
     """
     if (names.switch and not raw.get(names.switch)) or (names.optional and raw.get(names.count) == 0):
         return None
-    if raw.get("scoring_func") not in (None, names.scores.value):
+    # dots.llm1's config.json says noaux_tc, the method that chooses experts by sigmoids and biases.
+    usual = (None, names.scores.value, *(("noaux_tc",) if names.scores is Scores.SIGMOID else ()))
+    if raw.get("scoring_func") not in usual:
         raise UnsupportedModel(f"config.json: scoring_func is {raw['scoring_func']!r:.50}, and there is code for {names.scores.value}")
     if raw.get("moe_latent_size"):
         raise NoNativeModel("experts of a width of their own (moe_latent_size) have no code of ours")
@@ -109,6 +111,8 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
     used = parse_size(raw, names.used)
     if used > count:
         raise UnsupportedModel(f"config.json: {names.used} is {used}, and there are {count} experts")
+    if names.normalised is True:
+        raw.get("norm_topk_prob")  # counts as read: true says what these architectures always do
     normalised = names.normalised if isinstance(names.normalised, bool) else bool(raw.get(*names.normalised))
     inner = parse_size(raw, names.inner)
     return Experts(
@@ -136,7 +140,8 @@ def _shared_inner(raw: dict[str, Any], names: Mixture, inner: int) -> int:
 
 def _groups(raw: dict[str, Any], names: Mixture, count: int, used: int) -> tuple[int, int] | None:
     """Returns the number of groups of experts, and of those that a token may use; None if it may use all."""
-    groups, allowed = parse_size(raw, "n_group", names.groups[0]), parse_size(raw, "topk_group", names.groups[1])
+    keys = {name: raw.get(name) or None for name in ("n_group", "topk_group")}  # Hunyuan-A13B's are false
+    groups, allowed = parse_size(keys, "n_group", names.groups[0]), parse_size(keys, "topk_group", names.groups[1])
     # Only DeepSeek V2 reads the method.
     if groups == 1 or (names.scores is Scores.SOFTMAX and raw.get("topk_method", "greedy") == "greedy"):
         return None
