@@ -37,6 +37,7 @@ def test_a_signal_lets_streams_finish_and_turns_new_requests_away(hangup):
         with stream(client, 150) as lines:
             process.send_signal(signal.SIGHUP)  # as when a terminal is closed
             wait_until(lambda: status(client, "/ready") == 503)
+            process.send_signal(signal.SIGHUP)  # the shell and the kernel both send it
             refused = client.post("/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "shutting_down"

@@ -207,9 +207,12 @@ class Supervisor:
         return [asyncio.create_task(shadow.run(self._service.default.lifecycle.until_available()))]
 
     def _stop(self, reason: str) -> None:
-        """Begins the shutdown; a second call ends it immediately."""
-        logger.info("shutting down%s: %s", " now" if self._stop_requested.is_set() else "", reason)
-        if self._stop_requested.is_set():
+        """Begins the shutdown; a second call ends it immediately, except for SIGHUP."""
+        again = self._stop_requested.is_set()
+        if again and reason == signal.SIGHUP.name:
+            return  # the shell and the kernel both send it when a terminal is closed, and systemd sends it after SIGTERM to end a session
+        logger.info("shutting down%s: %s", " now" if again else "", reason)
+        if again:
             self._force_stop.set()
         self._stop_requested.set()
 
