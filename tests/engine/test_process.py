@@ -318,10 +318,12 @@ def test_it_ends_when_the_socket_does(prompt):
         assert it.process.wait(GUARD) == 1
 
 
-def test_signals_are_the_parents_business():
-    with child() as it:
+@pytest.mark.parametrize("unblocked", [(), (signal.SIGINT, signal.SIGTERM)])
+def test_signals_are_the_parents_business(unblocked):
+    """`unblocked` are those that multiprocessing unblocks when it starts its resource tracker."""
+    with child(preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)) as it:
         it.start()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in unblocked or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             it.process.send_signal(number)
         it.add(1, [100], max_tokens=1)
         assert it.receive().finishes == b"\2"

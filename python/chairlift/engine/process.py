@@ -60,6 +60,8 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     `joined` the socket's other end is a server on another machine.
     """
     began = time.perf_counter()
+    for number in (signal.SIGINT, signal.SIGTERM):  # inherited as blocked, but multiprocessing unblocks them with its resource tracker
+        signal.signal(number, signal.SIG_IGN)
     write_log_as_parent()
     end_with_parent()  # a blocked process does not see the socket close
     sock = socket.socket(fileno=fd)
