@@ -26,11 +26,11 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record, after the number of those that were lost before it."""
-        if self._lost and self._has_room():
-            lost, self._lost = self._lost, 0
-            fields = {"name": "chairlift", "levelno": logging.WARNING, "levelname": "WARNING"}
-            self.emit(logging.makeLogRecord({**fields, "msg": f"the log was not read, and {lost} lines of it are lost"}))
         try:
+            if self._lost and self._has_room():
+                lost, self._lost = self._lost, 0
+                fields = {"name": "chairlift", "levelno": logging.WARNING, "levelname": "WARNING"}
+                self.emit(logging.makeLogRecord({**fields, "msg": f"the log was not read, and {lost} lines of it are lost"}))
             text = self.format(record) + self.terminator
             for at in range(0, len(text), _PIECE):
                 if not self._has_room():

@@ -47,6 +47,18 @@ def test_a_log_that_nobody_reads_stops_nothing(monkeypatch, length):
     assert last == b"last"
 
 
+def test_a_log_that_is_closed_while_nobody_reads_it_stops_nothing(monkeypatch):
+    monkeypatch.setattr("chairlift.process_log._PATIENCE_MS", 0)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    reader, writer = os.pipe()
+    with open(reader, "rb", 0) as pipe, open(writer, "w") as stream:
+        handler = LogHandler(stream)
+        for _ in range(100):
+            handler.emit(logging.makeLogRecord({"msg": "x" * 1000}))
+        assert b"lost" not in pipe.read(1 << 20)
+    handler.emit(logging.makeLogRecord({"msg": "last"}))
+
+
 def test_every_line_about_a_request_has_its_id_and_none_has_its_prompt(lines):
     with serving(ScriptedEngine()) as (base, _), httpx.Client(base_url=base) as http:
         http.post("/v1/completions", json={"prompt": "a secret bug", "max_tokens": 5}, headers={"x-request-id": "first"})
