@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gguf_files import EXPERTS
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE_MODELS, SHAPE
 
@@ -79,6 +80,8 @@ def test_a_part_for_text_may_leave_out_what_is_usual() -> None:
 def test_other_classes_that_compute_the_same(alias: str) -> None:
     known = ALIASES[alias]
     raw = {**SHAPE, "head_dim": 16, "sliding_window": 9, "rope_theta": 500.0, "rms_norm_eps": 1e-5}
+    if known.mixture:
+        raw |= EXPERTS
     assert ModelConfig.parse(raw | {"architectures": [alias]}) == ModelConfig.parse(raw | {"architectures": [known.name]})
 
 
