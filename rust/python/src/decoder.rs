@@ -66,32 +66,32 @@ pub(crate) fn provide_grid(kind: u32, values: PyReadonlyArray1<'_, i8>) -> PyRes
 pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
 
 impl DecoderBlock {
-    fn of(norm: Option<Copied<f32>>, kind: cpu::BlockKind, post_norm: Option<Copied<f32>>, residual_scale: f32, stream_scale: f32) -> Self {
-        let (norm, post_norm) = (numbers(norm), numbers(post_norm));
-        Self(Mutex::new(Some(cpu::Block { norm, kind, post_norm, residual_scale, stream_scale })))
+    fn of(input: cpu::Input, kind: cpu::BlockKind, post_norm: Option<Copied<f32>>, residual_scale: f32, stream_scale: f32) -> Self {
+        let post_norm = numbers(post_norm);
+        Self(Mutex::new(Some(cpu::Block { input, kind, post_norm, residual_scale, stream_scale })))
     }
 }
 
 /// The weight of a norm, or the weight and the bias of a layer norm.
 #[derive(FromPyObject)]
 enum NormArgs {
-    Root(PyBuffer<f32>),
-    Layer(PyBuffer<f32>, PyBuffer<f32>),
+    Root(Copied<f32>),
+    Layer(Copied<f32>, Copied<f32>),
 }
 
-impl NormArgs {
-    fn read(&self, py: Python<'_>) -> PyResult<cpu::Norm> {
-        Ok(match self {
-            Self::Root(weight) => cpu::Norm { weight: weight.to_vec(py)?, bias: None },
-            Self::Layer(weight, bias) => cpu::Norm { weight: weight.to_vec(py)?, bias: Some(bias.to_vec(py)?) },
-        })
+impl From<NormArgs> for cpu::Norm {
+    fn from(norm: NormArgs) -> Self {
+        match norm {
+            NormArgs::Root(weight) => Self { weight: weight.0, bias: None },
+            NormArgs::Layer(weight, bias) => Self { weight: weight.0, bias: Some(bias.0) },
+        }
     }
 }
 
 /// What a block reads: the input of the block before it if it is `parallel`.
-fn input_of(py: Python<'_>, norm: Option<&NormArgs>, parallel: bool) -> PyResult<cpu::Input> {
-    let normed = norm.map(|norm| norm.read(py)).transpose()?.map_or(cpu::Input::Stream, cpu::Input::Normed);
-    Ok(if parallel { cpu::Input::Before } else { normed })
+fn input_of(norm: Option<NormArgs>, parallel: bool) -> cpu::Input {
+    let normed = norm.map_or(cpu::Input::Stream, |norm| cpu::Input::Normed(norm.into()));
+    if parallel { cpu::Input::Before } else { normed }
 }
 
 #[pymethods]
@@ -102,7 +102,7 @@ impl DecoderBlock {
         rope=None, softcap=None, window=None, sinks=None, post_norm=None, residual_scale=1.0
     ))]
     fn attention(
-        norm: Copied<f32>,
+        norm: Option<NormArgs>,
         qkv_proj: Taken,
         kv: (usize, usize, bool),
         o_proj: Taken,
@@ -110,6 +110,7 @@ impl DecoderBlock {
         gated: bool,
         temperature: Option<(f32, i32)>,
         qk_norm: Option<(Copied<f32>, Copied<f32>)>,
+        rotated_first: bool,
         value_norm: Option<Copied<f32>>,
         rope: Option<usize>,
         softcap: Option<f32>,
@@ -124,6 +125,7 @@ impl DecoderBlock {
             kv: cpu::KvPlace { cache: kv.0, layer: kv.1, shared: kv.2 },
             o_proj: o_proj.0,
             qk_norm: qk_norm.map(|(q, k)| [q.0, k.0]),
+            rotated_first,
             value_norm: numbers(value_norm),
             rope,
             scale,
@@ -132,7 +134,7 @@ impl DecoderBlock {
             window,
             sinks: numbers(sinks),
         };
-        Self::of(Some(norm), cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
+        Self::of(input_of(norm, false), cpu::BlockKind::Attention(attention), post_norm, residual_scale, 1.0)
     }
 
     #[staticmethod]
@@ -140,7 +142,7 @@ impl DecoderBlock {
         *, norm, in_proj, latent_norm, key_up, value_up, kv, o_proj, rope, adjacent, scale, eps, query_norm=None, query_up=None
     ))]
     fn latent_attention(
-        norm: Copied<f32>,
+        norm: NormArgs,
         in_proj: Taken,
         latent_norm: Copied<f32>,
         key_up: Taken,
@@ -167,13 +169,13 @@ impl DecoderBlock {
             adjacent,
             scale,
         };
-        Self::of(Some(norm), cpu::BlockKind::Latent(Box::new(attention)), None, 1.0, 1.0)
+        Self::of(input_of(Some(norm), false), cpu::BlockKind::Latent(Box::new(attention)), None, 1.0, 1.0)
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, norm, in_proj, taps, out_proj, layer, bias=None, heads=None, residual_scale=1.0))]
     fn recurrent(
-        norm: Copied<f32>,
+        norm: NormArgs,
         in_proj: Taken,
         taps: Copied<f32>,
         out_proj: Taken,
@@ -187,22 +189,23 @@ impl DecoderBlock {
             Some(heads) => cpu::RecurrentKind::Heads(Box::new(lock(&heads.0).take().ok_or_else(|| taken("blocks"))?)),
         };
         let recurrent = cpu::Recurrent { in_proj: in_proj.0, taps: taps.0, bias: numbers(bias), kind, out_proj: out_proj.0, layer };
-        Ok(Self::of(Some(norm), cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0))
+        Ok(Self::of(input_of(Some(norm), false), cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0))
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, norm, gate_up_proj, down_proj, activation="silu", parallel=false, post_norm=None, residual_scale=1.0, stream_scale=1.0))]
     fn mlp(
-        norm: Copied<f32>,
+        norm: Option<NormArgs>,
         gate_up_proj: Taken,
         down_proj: Taken,
         activation: &str,
+        parallel: bool,
         post_norm: Option<Copied<f32>>,
         residual_scale: f32,
         stream_scale: f32,
     ) -> PyResult<Self> {
         let mlp = cpu::Mlp { gate_up_proj: gate_up_proj.0, down_proj: down_proj.0, inner: inner_of(activation)? };
-        Ok(Self::of(Some(norm), cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale))
+        Ok(Self::of(input_of(norm, parallel), cpu::BlockKind::Mlp(mlp), post_norm, residual_scale, stream_scale))
     }
 
     #[staticmethod]
@@ -216,7 +219,7 @@ impl DecoderBlock {
         stream_scale: f32,
     ) -> PyResult<Self> {
         let input = cpu::LayerInput { gate: gate.0, projection: projection.0, layer, activation: activation_of(activation)? };
-        Ok(Self::of(None, cpu::BlockKind::LayerInput(input), Some(post_norm), 1.0, stream_scale))
+        Ok(Self::of(cpu::Input::Stream, cpu::BlockKind::LayerInput(input), Some(post_norm), 1.0, stream_scale))
     }
 
     #[staticmethod]
@@ -225,7 +228,7 @@ impl DecoderBlock {
         normalised=None, scale=1.0, expert_scales=None, shared=None, shared_gate=false, norms=None, post_norm=None, residual_scale=1.0, stream_scale=1.0
     ))]
     fn mixture(
-        norm: Copied<f32>,
+        norm: Option<NormArgs>,
         router: Taken,
         gate_up_proj: Taken,
         down_proj: Taken,
@@ -275,7 +278,7 @@ impl DecoderBlock {
             shared,
             norms,
         };
-        Ok(Self::of(Some(norm), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, stream_scale))
+        Ok(Self::of(input_of(norm, parallel), cpu::BlockKind::Mixture(Box::new(mixture)), post_norm, residual_scale, stream_scale))
     }
 }
 
@@ -339,7 +342,7 @@ impl Decoder {
     ))]
     fn new(
         blocks: Vec<PyRef<'_, DecoderBlock>>,
-        norm: Copied<f32>,
+        norm: NormArgs,
         head: Taken,
         embedding: Option<Taken>,
         layer_embeddings: Option<(Taken, Taken, Copied<f32>)>,
@@ -370,7 +373,7 @@ impl Decoder {
         });
         let pool = started(threads)?;
         let progress = pool.progress();
-        let decoder = cpu::Decoder::new(pool, config, blocks, norm.0, embedding, layer_embeddings, head.0);
+        let decoder = cpu::Decoder::new(pool, config, blocks, norm.into(), embedding, layer_embeddings, head.0);
         decoder.map(|decoder| Self(Mutex::new(decoder), progress)).map_err(invalid)
     }
 
