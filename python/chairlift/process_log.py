@@ -20,7 +20,7 @@ _PIECE = 1000
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes the log. Lines that nobody reads are lost and counted: a server must not wait until somebody reads its log."""
+    """Writes the log. Lines for which a stalled reader leaves no room are lost and counted: a server must not wait for it."""
 
     _lost = 0
 

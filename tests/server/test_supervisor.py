@@ -25,7 +25,7 @@ def stream(client, tokens, prompt="paused"):
 
 @pytest.fixture
 def hangup():
-    """Lets children be told that the terminal is closed, also where nohup started the tests."""
+    """Lets SIGHUP reach children, also where nohup started the tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from chairlift.architectures.architecture import POST_NORMS, Architecture, GGUFFormat, Key, Norms, Projections, Windows
-from chairlift.architectures.deepseek import KEYS, SIGMOID, TENSORS
+from chairlift.architectures.deepseek import KEYS, SHARED_TENSORS, SIGMOID
 
 AFMOE = Architecture(
     name="AfmoeForCausalLM",
@@ -24,7 +24,7 @@ AFMOE = Architecture(
             "ffn_norm": "pre_mlp_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
             "ffn_gate_inp": "mlp.router.gate",
-            **{name: own for name, own in TENSORS.items() if "shexp" in name},
+            **SHARED_TENSORS,
             "exp_probs_b.bias": "mlp.expert_bias",
         },
     ),

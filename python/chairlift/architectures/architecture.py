@@ -301,6 +301,11 @@ class Architecture:
     mixture: Mixture | None = None
 
     @property
+    def gated_queries(self) -> bool:
+        """Whether the projection of queries has the gates of attention too."""
+        return self.gated_attention and self.projections.gate is None
+
+    @property
     def gated(self) -> bool:
         """Whether MLPs and experts have a gate."""
         return self.activation not in ("relu2", "gelu_new")

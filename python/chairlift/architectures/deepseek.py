@@ -4,6 +4,13 @@ from dataclasses import replace
 
 from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Mixture, Projections, Scores
 
+SHARED_TENSORS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+"""Those of shared experts."""
+EXPERT_TENSORS = {**SHARED_TENSORS, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 TENSORS = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -13,10 +20,7 @@ TENSORS = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **EXPERT_TENSORS,
 }
 NONE = {"first_k_dense_replace": 0, "n_shared_experts": 0}
 """What a file means that has no such keys."""

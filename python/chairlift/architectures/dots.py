@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from chairlift.architectures.architecture import Architecture, GGUFFormat, Windows
-from chairlift.architectures.deepseek import KEYS, NONE, SIGMOID, TENSORS
+from chairlift.architectures.deepseek import EXPERT_TENSORS, KEYS, NONE, SIGMOID
 
 DOTS1 = Architecture(
     name="Dots1ForCausalLM",
@@ -13,7 +13,7 @@ DOTS1 = Architecture(
         names=("dots1",),
         constants=NONE,
         keys=KEYS,
-        tensors={name: own for name, own in TENSORS.items() if not name.startswith("attn_")},
+        tensors=EXPERT_TENSORS,
     ),
     max_positions=2048,
     windows=Windows.SWITCHED,

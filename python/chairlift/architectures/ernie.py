@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from chairlift.architectures.architecture import Architecture, GGUFFormat, Key
-from chairlift.architectures.deepseek import SOFTMAX
+from chairlift.architectures.deepseek import SHARED_TENSORS, SOFTMAX
 
 ERNIE4_5 = Architecture(
     name="Ernie4_5ForCausalLM",
@@ -31,12 +31,7 @@ ERNIE4_5_MOE = replace(
             "moe_num_shared_experts": Key("expert_shared_count", int, optional=True),
         },
         constants={"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
-        tensors={
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
-            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
-        },
+        tensors={**SHARED_TENSORS, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
     ),
     head_dim=None,
     mixture=replace(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from chairlift.architectures.architecture import NORMS_AFTER, POST_NORMS, Architecture, GGUFFormat, Key, Norms, Windows
-from chairlift.architectures.deepseek import KEYS, SIGMOID, TENSORS
+from chairlift.architectures.deepseek import KEYS, SHARED_TENSORS, SIGMOID
 
 EXAONE4 = Architecture(
     name="Exaone4ForCausalLM",
@@ -42,7 +42,7 @@ EXAONE_MOE = replace(
             "num_shared_experts": KEYS["n_shared_experts"],
             "routed_scaling_factor": KEYS["routed_scaling_factor"],
         },
-        tensors={name: own for name, own in TENSORS.items() if "shexp" in name} | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        tensors={**SHARED_TENSORS, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
     ),
     norms=Norms(),
     post_norms=False,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from chairlift.architectures.architecture import Architecture, GGUFFormat, Norms, Projections
-from chairlift.architectures.deepseek import KEYS, NONE, SIGMOID, TENSORS
+from chairlift.architectures.deepseek import EXPERT_TENSORS, KEYS, NONE, SIGMOID
 
 GLM = Architecture(
     name="GlmForCausalLM",
@@ -51,8 +51,7 @@ GLM4_MOE = Architecture(
         constants=NONE,
         keys=KEYS,
         unused=("rope.dimension_sections",),
-        tensors={name: own for name, own in TENSORS.items() if not name.startswith("attn_")}
-        | {"post_attention_norm": "post_attention_layernorm"},
+        tensors={**EXPERT_TENSORS, "post_attention_norm": "post_attention_layernorm"},
     ),
     kv_heads=8,
     max_positions=131072,

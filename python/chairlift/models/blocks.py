@@ -150,7 +150,7 @@ class Attention(Block):
         queries, kv = config.num_heads * self._dim, config.num_kv_heads * self._dim
         self._heads = config.num_heads + 2 * config.num_kv_heads
         self.norm = weights.stream_norm(config.family.norms.attention)
-        wide = queries * (2 if self._gated and names.gate is None else 1)
+        wide = queries * (2 if config.family.gated_queries else 1)
         gates = {names.gate: queries} if names.gate else {}
         self.qkv = weights.merged(
             (*names.qkv, *gates), (wide, kv, kv, *gates.values()), config.hidden_size, config.qkv_bias, _order(config)
@@ -256,7 +256,7 @@ def _order(config: ModelConfig) -> torch.Tensor | None:
     no product.
     """
     dim, head = config.head_dim, _spread_head(config)
-    gated = config.family.gated_attention and config.family.projections.gate is None
+    gated = config.family.gated_queries
     if head == [*range(dim)] and not gated:
         return None
     pitch = dim * (2 if gated else 1)

@@ -73,8 +73,7 @@ def _shape(model: ModelConfig, layer: int, module: str) -> tuple[int, int]:
     hidden, inner, kv = model.hidden_size, model.inner_of(layer), model.num_kv_heads * model.head_dim
     queries = model.num_heads * model.head_dim
     return {
-        # The gates of attention are outputs of the projection of queries.
-        "q_proj": (2 * queries if model.family.gated_attention and not model.family.projections.gate else queries, hidden),
+        "q_proj": (2 * queries if model.family.gated_queries else queries, hidden),
         **{"k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, queries)},
         **{"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)},
         **{"qkv_proj": (queries + 2 * kv, hidden), "gate_up_proj": (2 * inner, hidden)},

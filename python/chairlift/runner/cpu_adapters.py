@@ -47,7 +47,7 @@ class CpuAdapters(AdapterStore):
             queries, keys, gates = updates("q_proj"), updates("k_proj"), list[Update | None]()
             if model.family.projections.gate:
                 gates = [None]
-            elif model.family.gated_attention:
+            elif model.family.gated_queries:
                 queries, gates = _by_head(changes.get((layer, "q_proj")), model.num_heads)
             if model.family.adjacent_pairs:
                 queries, keys = (_in_halves(changes.get((layer, name)), model, heads) for name, heads in _heads(model))

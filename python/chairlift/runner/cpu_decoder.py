@@ -132,7 +132,7 @@ class _Builder:
         return _core.DecoderBlock.attention(
             norm=self.input_norm(prefix, model.family.norms.attention),
             qkv_proj=self.gated_qkv(outs, head_dim)
-            if model.family.gated_attention and model.family.projections.gate is None
+            if model.family.gated_queries
             else self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
             gated=model.family.gated_attention,
             kv=kv_place,

@@ -112,7 +112,7 @@ class UsageLog:
         head = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)), **asdict(labels)}
         line = _encode(head | fields).encode() + b"\n"
         try:
-            if _day(now) != self._day or os.fstat(self._file).st_nlink == 0:  # nobody can read a deleted file
+            if _day(now) != self._day or os.fstat(self._file).st_nlink == 0:  # a deleted file cannot be found again
                 self._open(_day(now))
             data = b"\n" + line if self._torn else line
             self._torn = os.write(self._file, data) < len(data)
