@@ -2,6 +2,7 @@
 
 use crate::live::Live;
 use chairlift_core::{Chunk, DraftLengths, Load, Scheduler, SeqId, Token, VerifiedDraft};
+use slotmap::SecondaryMap;
 use std::collections::HashMap;
 
 /// The token that stands for a rejected drafted token. No output has it.
@@ -12,39 +13,26 @@ pub(crate) struct Drafts {
     /// Maximum number of tokens for a sequence and step.
     max_tokens: usize,
     lengths: DraftLengths,
-    /// The jobs with recorded drafts.
-    jobs: HashMap<SeqId, usize>,
     /// The drafts of the current step.
     proposed: HashMap<SeqId, VerifiedDraft>,
 }
 
 impl Drafts {
     pub(crate) fn new(max_tokens: usize) -> Self {
-        Self { max_tokens, lengths: DraftLengths::default(), jobs: HashMap::new(), proposed: HashMap::new() }
-    }
-
-    /// Proposes drafts of a job from now on, if it has recorded ones.
-    pub(crate) fn add(&mut self, at: usize, live: &Live) {
-        if self.max_tokens > 0 && !live.drafts.is_empty() {
-            self.jobs.insert(live.id, at);
-        }
-    }
-
-    pub(crate) fn remove(&mut self, id: SeqId) {
-        self.jobs.remove(&id);
+        Self { max_tokens, lengths: DraftLengths::default(), proposed: HashMap::new() }
     }
 
     /// Proposes tokens for the next step of decoding jobs.
-    pub(crate) fn propose(&mut self, scheduler: &mut Scheduler, live: &[Option<Live>]) {
+    pub(crate) fn propose(&mut self, scheduler: &mut Scheduler, live: &SecondaryMap<SeqId, Live>) {
         self.proposed.clear();
-        if self.jobs.is_empty() || !scheduler.model().knows() {
+        if self.max_tokens == 0 || !scheduler.model().knows() {
             return;
         }
         let (mut load, mut found) = (Load::default(), Vec::new());
         for (id, tokens, room) in scheduler.decoding() {
             load.decode_seqs += 1;
             load.context_tokens += tokens.len() as u64;
-            let Some(live) = self.jobs.get(&id).and_then(|&at| live[at].as_ref()) else { continue };
+            let Some(live) = live.get(id) else { continue };
             let most = self.max_tokens.min(room) as u32;
             if let Some(draft) = live.draft(tokens.len() as u32).filter(|_| most > 0) {
                 let (tokens, accepted) = (draft.tokens.min(most), draft.accepted.min(most));

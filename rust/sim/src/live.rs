@@ -1,12 +1,11 @@
 //! A simulated request that has not ended.
 
 use crate::job::token;
-use chairlift_core::{STOP, SeqId, Time, Token, VerifiedDraft};
+use chairlift_core::{STOP, Time, Token, VerifiedDraft};
 use std::sync::Arc;
 
 /// A job that has not ended.
 pub(crate) struct Live {
-    pub(crate) id: SeqId,
     pub(crate) len: u32,
     pub(crate) most: u32,
     pub(crate) output: Vec<Token>,

@@ -10,7 +10,10 @@ use crate::step_time::StepTime;
 use crate::storage::Storage;
 use crate::utilization::Sample;
 use crate::what_if::Input;
-use chairlift_core::{Config, ConfigError, EngineView, FinishReason, Outputs, Preparation, Request, Scheduler, StepPlan, Time, Timeline};
+use chairlift_core::{
+    Config, ConfigError, EngineView, FinishReason, Outputs, Preparation, Request, Scheduler, SeqId, StepPlan, Time, Timeline,
+};
+use slotmap::SecondaryMap;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -18,11 +21,8 @@ pub(crate) struct Replica {
     scheduler: Scheduler,
     machine: Machine,
     now: Time,
-    live: Vec<Option<Live>>,
-    vacant: Vec<usize>,
-    by_tag: HashMap<u64, usize>,
-    /// Running jobs by slot.
-    slots: Vec<usize>,
+    live: SecondaryMap<SeqId, Live>,
+    by_tag: HashMap<u64, SeqId>,
     /// Jobs that their callers cancel, by cancellation time.
     cancellations: BTreeSet<(Time, u64)>,
     drafts: Drafts,
@@ -41,10 +41,8 @@ impl Replica {
             scheduler: Scheduler::new(config)?,
             machine: machine.clone(),
             now: 0,
-            live: Vec::new(),
-            vacant: Vec::new(),
+            live: SecondaryMap::new(),
             by_tag: HashMap::new(),
-            slots: vec![0; config.max_num_seqs as usize],
             cancellations: BTreeSet::new(),
             drafts: Drafts::new(machine.draft_tokens),
             storage: Storage::new(machine.read_ns_per_block, config.block_size),
@@ -146,10 +144,7 @@ impl Replica {
         let (tenant, prompt) = (Arc::clone(&request.tenant), request.prompt.len() as u32);
         let preparation = self.storage.is_some().then_some(Preparation::ReadCache);
         let id = match fork_of {
-            Some(parent) => {
-                let id = self.by_tag.get(&parent).and_then(|&at| self.scheduler.fork(self.live[at].as_ref()?.id, tag, time));
-                id.ok_or("no_parent")
-            }
+            Some(parent) => self.by_tag.get(&parent).and_then(|&id| self.scheduler.fork(id, tag, time)).ok_or("no_parent"),
             None => self.scheduler.add(Request { preparation, ..request }, time).map_err(|rejected| rejected.name()),
         };
         let id = match id {
@@ -160,16 +155,9 @@ impl Replica {
                 return;
             }
         };
-        let live = Live { id, len, most, output, drafts, tag, made: 0, tenant, prompt, started: false, last: 0, longest: 0 };
-        let at = self.vacant.pop().unwrap_or(self.live.len());
-        self.drafts.add(at, &live);
-        let live = Some(live);
-        if at == self.live.len() {
-            self.live.push(live);
-        } else {
-            self.live[at] = live;
-        }
-        self.by_tag.insert(tag, at);
+        let live = Live { len, most, output, drafts, tag, made: 0, tenant, prompt, started: false, last: 0, longest: 0 };
+        self.live.insert(id, live);
+        self.by_tag.insert(tag, id);
         self.cancellations.extend(cancelled_at.map(|cancelled_at| (cancelled_at, tag)));
     }
 
@@ -192,8 +180,8 @@ impl Replica {
     fn go(&mut self) {
         while let Some(&(at, tag)) = self.cancellations.first().filter(|(at, _)| *at <= self.now) {
             self.cancellations.remove(&(at, tag));
-            if let Some(live) = self.by_tag.get(&tag).and_then(|&at| self.live[at].as_ref()) {
-                self.scheduler.end(live.id, FinishReason::Abort, self.now);
+            if let Some(&id) = self.by_tag.get(&tag) {
+                self.scheduler.end(id, FinishReason::Abort, self.now);
                 let timeline = self.scheduler.explain(tag).expect("one of the last that ended");
                 self.end(timeline);
             }
@@ -216,12 +204,12 @@ impl Replica {
             }
         }
         for tag in self.scheduler.take_reads() {
-            let Some(live) = self.by_tag.get(&tag).and_then(|&at| self.live[at].as_ref()) else { continue };
+            let Some(&id) = self.by_tag.get(&tag) else { continue };
             // The last token is computed in any case.
-            let prompt = self.scheduler.tokens(live.id).map(|(all, prompt)| all[..prompt - 1].to_vec()).unwrap_or_default();
+            let prompt = self.scheduler.tokens(id).map(|(all, prompt)| all[..prompt - 1].to_vec()).unwrap_or_default();
             let cached = self.scheduler.cached_blocks("", &prompt);
-            if !storage.begin(live.id, &prompt, cached, self.now) {
-                can_run |= self.scheduler.prepare(live.id, None, self.now);
+            if !storage.begin(id, &prompt, cached, self.now) {
+                can_run |= self.scheduler.prepare(id, None, self.now);
             }
         }
         can_run
@@ -229,9 +217,7 @@ impl Replica {
 
     fn run(&mut self, plan: Box<StepPlan>) {
         for admitted in &plan.admitted {
-            let at = self.by_tag[&admitted.tag];
-            self.slots[admitted.slot as usize] = at;
-            let live = self.live[at].as_mut().expect("it was just admitted");
+            let live = &mut self.live[admitted.seq];
             if !std::mem::replace(&mut live.started, true) {
                 self.report.service.prompt(&live.tenant, self.now, live.prompt - admitted.cached_tokens);
             }
@@ -245,7 +231,7 @@ impl Replica {
         self.report.step_times.add(took);
         self.sampled.clear();
         for chunk in plan.chunks.iter().filter(|chunk| chunk.samples) {
-            let live = self.live[self.slots[chunk.slot as usize]].as_mut().expect("nobody goes while a step runs");
+            let live = &mut self.live[chunk.seq];
             self.sampled.extend((0..=chunk.drafted).map(|ahead| live.token(ahead) as i32));
             let new = (1 + self.drafts.accepted(chunk)).min(live.len.saturating_sub(live.made)).max(1);
             for _ in 0..new {
@@ -272,13 +258,7 @@ impl Replica {
 
     fn end(&mut self, timeline: Timeline) {
         self.computed.push(timeline.tag);
-        let live = self.by_tag.remove(&timeline.tag).and_then(|at| {
-            self.vacant.push(at);
-            self.live[at].take()
-        });
-        if let Some(live) = &live {
-            self.drafts.remove(live.id);
-        }
+        let live = self.by_tag.remove(&timeline.tag).and_then(|id| self.live.remove(id));
         self.report.longest_gaps.push(live.map_or(0, |live| live.longest));
         self.report.ended_at = self.report.ended_at.max(timeline.ended);
         self.report.ended.push(timeline);
