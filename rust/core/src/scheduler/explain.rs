@@ -3,6 +3,8 @@
 use super::Scheduler;
 use crate::ledger::{Rule, ServedBefore, Timeline, TimelineState};
 use crate::request::{SeqId, Time};
+use std::borrow::Cow;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -37,28 +39,17 @@ impl Scheduler {
     /// The requests that first started while this request waited for its first step, and the rule by which each was
     /// served first. Only remembered requests count.
     pub fn served_before(&self, of: &Timeline) -> ServedBefore {
-        let (from, to) = (of.submitted, of.submitted + of.queued());
-        if from == to {
-            return ServedBefore::default();
-        }
-        let mut others = Vec::new();
-        let mut add = |tag: u64, tenant: &Arc<str>, started: Option<Time>, position: &_| {
-            if let Some(started) = started.filter(|started| tag != of.tag && (from..to).contains(started)) {
-                others.push((started, tag, Arc::clone(tenant), Rule::of(self.rules, position, &of.queue_position)));
-            }
-        };
-        for timeline in self.accounts.ended_since(from) {
-            add(timeline.tag, &timeline.tenant, timeline.started, &timeline.queue_position);
-        }
-        for seq in self.seqs.values() {
-            add(seq.spec().tag, self.accounts.tenant(seq.member()), seq.times().started, &seq.queue_position());
-        }
-        others.sort_by_key(|&(started, tag, ..)| (started, tag));
+        let wait = of.submitted..of.submitted + of.queued();
+        let mut others: Vec<_> = self.others_started(of).filter(|(started, _)| wait.contains(started)).collect();
+        others.sort_by_key(|(started, other)| (*started, other.tag));
         let mut served = ServedBefore::default();
-        for &(.., rule) in &others {
+        for (_, other) in others {
+            let rule = Rule::of(self.rules, &other.queue_position, &of.queue_position);
             served.counts[rule as usize] += 1;
+            if served.first.len() < NAMED_REQUESTS {
+                served.first.push((other.tag, Arc::clone(&other.tenant), rule));
+            }
         }
-        served.first = others.into_iter().take(NAMED_REQUESTS).map(|(_, tag, tenant, rule)| (tag, tenant, rule)).collect();
         served
     }
 
@@ -66,25 +57,23 @@ impl Scheduler {
     /// sequences by tenant. Most microseconds first. Only remembered requests count.
     pub fn ahead(&self, of: &Timeline) -> Vec<(Arc<str>, Time)> {
         let (from, to) = (of.submitted, of.submitted + of.queued());
-        if from == to {
-            return Vec::new();
-        }
-        let mut times: BTreeMap<&Arc<str>, Time> = BTreeMap::new();
-        let mut add = |tag: u64, tenant, started: Option<Time>, ended: Time| {
-            let time = ended.min(to).saturating_sub(started.unwrap_or(to).max(from));
-            if tag != of.tag && time > 0 {
-                *times.entry(tenant).or_default() += time;
+        let mut times: BTreeMap<Arc<str>, Time> = BTreeMap::new();
+        for (started, other) in self.others_started(of) {
+            let time = other.ended.min(to).saturating_sub(started.max(from));
+            if time > 0 {
+                *times.entry(Arc::clone(&other.tenant)).or_default() += time;
             }
-        };
-        for timeline in self.accounts.ended_since(from) {
-            add(timeline.tag, &timeline.tenant, timeline.started, timeline.ended);
         }
-        for seq in self.seqs.values() {
-            add(seq.spec().tag, self.accounts.tenant(seq.member()), seq.times().started, self.accounts.now());
-        }
-        let mut ahead: Vec<_> = times.into_iter().map(|(tenant, time)| (Arc::clone(tenant), time)).collect();
-        ahead.sort_by_key(|&(_, time)| std::cmp::Reverse(time));
+        let mut ahead: Vec<_> = times.into_iter().collect();
+        ahead.sort_by_key(|&(_, time)| Reverse(time));
         ahead.truncate(NAMED);
         ahead
+    }
+
+    /// The other requests that live, or ended since this request was added, and when they started. Those that have not are left out.
+    fn others_started<'a>(&'a self, of: &'a Timeline) -> impl Iterator<Item = (Time, Cow<'a, Timeline>)> {
+        let ended = self.accounts.ended_since(of.submitted).map(Cow::Borrowed);
+        let live = self.seqs.values().filter(|seq| seq.has_started()).map(|seq| Cow::Owned(seq.timeline(None, &self.accounts)));
+        ended.chain(live).filter(|other| other.tag != of.tag).filter_map(|other| Some((other.started?, other)))
     }
 }
