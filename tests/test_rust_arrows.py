@@ -10,7 +10,7 @@ RUST = Path(__file__).parent.parent / "rust"
 
 LAYERS = {
     "core": [
-        {"error", "request"},
+        {"error", "latest", "request"},
         {"memory", "policy", "step_time"},
         {"config", "step"},
         {"ledger", "sessions"},

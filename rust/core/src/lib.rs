@@ -10,6 +10,7 @@ mod config;
 mod drafts;
 mod error;
 mod journal;
+mod latest;
 mod ledger;
 mod machine;
 mod memory;

@@ -1,8 +1,8 @@
 //! The ends of answers, by which a prompt is recognised as the continuation of a conversation.
 
 use super::session::SessionId;
+use crate::latest::Latest;
 use crate::memory::{BlockHash, User};
-use std::collections::{HashMap, VecDeque};
 
 /// Number of answers that are remembered.
 const REMEMBERED: usize = 1 << 16;
@@ -17,40 +17,27 @@ type End = (User, BlockHash);
 pub(super) struct Answer {
     /// The session that the answer belongs to. None if its request belonged to none.
     pub(super) session: Option<SessionId>,
-    /// Its number among all answers.
-    number: u64,
 }
 
 /// The latest answers by their ends.
-#[derive(Debug, Default)]
-pub(super) struct Answers {
-    by_end: HashMap<End, Answer>,
-    /// With their numbers, in the order in which they ended.
-    order: VecDeque<(End, u64)>,
-    /// Number of answers so far.
-    count: u64,
+#[derive(Debug)]
+pub(super) struct Answers(Latest<End, Answer>);
+
+impl Default for Answers {
+    fn default() -> Self {
+        Self(Latest::new(REMEMBERED))
+    }
 }
 
 impl Answers {
     /// Remembers an answer to a user. It takes the place of an equal one.
     pub(super) fn add(&mut self, user: User, end: BlockHash, session: Option<SessionId>) {
-        self.count += 1;
-        self.by_end.insert((user, end), Answer { session, number: self.count });
-        self.order.push_back(((user, end), self.count));
-        if self.order.len() > REMEMBERED
-            && let Some((oldest, number)) = self.order.pop_front()
-            && self.by_end.get(&oldest).is_some_and(|latest| latest.number == number)
-        {
-            self.by_end.remove(&oldest);
-        }
+        self.0.insert((user, end), Answer { session });
     }
 
     /// The answer to a user that a prompt continues whose full blocks have these names.
     pub(super) fn continued(&self, user: User, names: &[BlockHash]) -> Option<Answer> {
-        if self.by_end.is_empty() {
-            return None;
-        }
-        names.iter().rev().take(LOOKED_AT).find_map(|&name| self.by_end.get(&(user, name)).copied())
+        names.iter().rev().take(LOOKED_AT).find_map(|&name| self.0.get(&(user, name)).copied())
     }
 }
 
@@ -78,6 +65,5 @@ mod tests {
             answers.add(other, name(3 + number), None);
         }
         assert_eq!([1, 2].map(|number| session(&answers, own, number)), [Some(Some(id)), None]);
-        assert!(answers.by_end.len() <= REMEMBERED && answers.order.len() == REMEMBERED);
     }
 }

@@ -4,9 +4,8 @@
 //! computed it before, or would have computed it if it had not been cached.
 
 use super::{BlockId, BlockPool, Content};
+use crate::latest::Latest;
 use crate::memory::hash::BlockHash;
-use rustc_hash::FxHashMap;
-use std::collections::VecDeque;
 
 /// Maximum number of tenants that are remembered for a block.
 const MAX_USERS: usize = 64;
@@ -66,43 +65,7 @@ impl Users {
 }
 
 /// The users of evicted blocks, for those whose content comes back from storage. The names alone tell which these are.
-#[derive(Debug)]
-pub(super) struct EvictedUsers {
-    /// With the number of the eviction.
-    users: FxHashMap<BlockHash, (u64, Users)>,
-    /// Evictions with their numbers, the oldest first. A name that came back is there until its turn.
-    order: VecDeque<(BlockHash, u64)>,
-    number: u64,
-    /// Number of evictions that are remembered.
-    most: usize,
-}
-
-impl EvictedUsers {
-    pub(super) fn new(most: usize) -> Self {
-        Self { users: FxHashMap::default(), order: VecDeque::new(), number: 0, most }
-    }
-
-    /// Remembers the users of a block that is evicted.
-    pub(super) fn add(&mut self, name: BlockHash, users: Users) {
-        if users.first == User::default() {
-            return;
-        }
-        self.number += 1;
-        self.users.insert(name, (self.number, users));
-        self.order.push_back((name, self.number));
-        if self.order.len() > self.most
-            && let Some((oldest, number)) = self.order.pop_front()
-            && self.users.get(&oldest).is_some_and(|&(latest, _)| latest == number)
-        {
-            self.users.remove(&oldest);
-        }
-    }
-
-    /// The users of a block that comes back.
-    pub(super) fn take(&mut self, name: BlockHash) -> Users {
-        self.users.remove(&name).map(|(_, users)| users).unwrap_or_default()
-    }
-}
+pub(super) type EvictedUsers = Latest<BlockHash, Users>;
 
 impl BlockPool {
     /// Whether `user` is a user of the block. A block without a name is shared only within a tenant.
@@ -131,7 +94,7 @@ impl BlockPool {
 
     /// Gives a block that storage has brought back the users that it had.
     pub(crate) fn restore_users(&mut self, hash: BlockHash) {
-        if let Some(users) = self.evicted_users.as_mut().map(|evicted| evicted.take(hash))
+        if let Some(users) = self.evicted_users.as_mut().map(|evicted| evicted.remove(&hash).unwrap_or_default())
             && let Some(name) = self.name_mut(hash)
         {
             name.users = users;
@@ -150,8 +113,8 @@ impl BlockPool {
 
     /// Remembers the users of a block that is evicted.
     pub(super) fn remember_users_of(&mut self, hash: BlockHash, users: Users) {
-        if let Some(evicted) = &mut self.evicted_users {
-            evicted.add(hash, users);
+        if let Some(evicted) = self.evicted_users.as_mut().filter(|_| users.first != User::default()) {
+            evicted.insert(hash, users);
         }
     }
 }
@@ -159,34 +122,6 @@ impl BlockPool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn used_by(user: u64) -> Users {
-        let mut users = Users::default();
-        users.add(User::new(user));
-        users
-    }
-
-    #[test]
-    fn the_users_of_the_latest_evictions_are_remembered() {
-        let mut evicted = EvictedUsers::new(2);
-        let [a, b, c] = [1, 2, 3].map(BlockHash::from_bits);
-        evicted.add(a, used_by(1));
-        evicted.add(b, Users::default());
-        evicted.add(b, used_by(2));
-        assert!(evicted.take(a).has(User::new(1)));
-        assert!(!evicted.take(a).has(User::new(1)), "it is back");
-        // The older one of two evictions of a block does not count.
-        evicted.add(b, used_by(3));
-        evicted.add(c, used_by(4));
-        let users = evicted.take(b);
-        assert!(users.has(User::new(3)) && !users.has(User::new(2)));
-        assert!(evicted.take(c).has(User::new(4)));
-        for name in 0..10 {
-            evicted.add(BlockHash::from_bits(name), used_by(name + 1));
-        }
-        assert_eq!((evicted.users.len(), evicted.order.len()), (2, 2));
-        assert!(evicted.take(BlockHash::from_bits(8)).has(User::new(9)) && evicted.take(BlockHash::from_bits(9)).has(User::new(10)));
-    }
 
     #[test]
     fn the_newest_users_are_remembered() {
