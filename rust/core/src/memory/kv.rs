@@ -1,9 +1,10 @@
 //! The KV cache: device and host blocks, their names and their holders.
 
-use super::block::{BlockId, BlockPool, BlockUse, CacheChanges, CacheOwner, EvictionClass, StoredBlock, TAKERS, User};
+use super::block::{BlockId, BlockPool, CacheChanges};
 use super::hash::{BlockHash, BlockHasher};
 use super::state_pool::StatePool;
 use crate::request::Token;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 mod host;
@@ -65,6 +66,21 @@ pub(crate) struct Kv {
     spare: Vec<BlockId>,
 }
 
+/// What concerns blocks, and not the sequences that hold them, is asked of the pool.
+impl Deref for Kv {
+    type Target = BlockPool;
+
+    fn deref(&self) -> &BlockPool {
+        &self.pool
+    }
+}
+
+impl DerefMut for Kv {
+    fn deref_mut(&mut self) -> &mut BlockPool {
+        &mut self.pool
+    }
+}
+
 impl Kv {
     pub(crate) fn new(sizes: KvSizes, sharing: bool, hasher: BlockHasher) -> Self {
         let KvSizes { blocks, host_blocks, state_slots, state_tokens, block_size } = sizes;
@@ -73,47 +89,6 @@ impl Kv {
             pool.record_dropped();
         }
         Self { pool, states: StatePool::new(state_slots, state_tokens), block_size, sharing, spare: Vec::new() }
-    }
-
-    /// Number of blocks that can be given to sequences now.
-    #[inline]
-    pub(crate) fn free(&self) -> usize {
-        self.pool.free()
-    }
-
-    /// Number of blocks that could be given to sequences if they released `more` blocks.
-    pub(crate) fn free_after(&self, more: usize) -> usize {
-        self.pool.free_after(more)
-    }
-
-    /// Number of blocks that sequences hold.
-    pub(crate) fn held(&self) -> usize {
-        self.pool.held()
-    }
-
-    /// Number of blocks that are held or cached.
-    pub(crate) fn kept(&self) -> usize {
-        self.pool.kept()
-    }
-
-    /// The most blocks that may have memory.
-    pub(crate) fn limit(&self) -> usize {
-        self.pool.limit()
-    }
-
-    /// Sets the most blocks that may have memory: see [`BlockPool::set_limit`].
-    pub(crate) fn set_limit(&mut self, limit: usize) {
-        self.pool.set_limit(limit);
-    }
-
-    /// The blocks whose content the caller discards: see [`BlockPool::take_given_back`].
-    pub(crate) fn take_given_back(&mut self) -> Vec<BlockId> {
-        self.pool.take_given_back()
-    }
-
-    /// Number of names computed and looked up so far.
-    pub(crate) fn lookups(&self) -> u64 {
-        self.pool.lookups()
     }
 
     /// Records from now on which blocks a sequence can begin after, for [`take_changes`](Self::take_changes).
@@ -131,49 +106,9 @@ impl Kv {
         if self.states.exists() { self.states.take_changes() } else { self.pool.take_changes() }
     }
 
-    /// See [`BlockPool::remember_users`].
-    pub(crate) fn remember_users(&mut self) {
-        self.pool.remember_users();
-    }
-
-    /// The use of each block, without the scratch block.
-    pub(crate) fn uses(&self) -> impl Iterator<Item = BlockUse> + '_ {
-        self.pool.uses()
-    }
-
-    /// The cached blocks that are complete before `step`: see [`BlockPool::stored`].
-    pub(crate) fn stored(&self, step: u64, after: u64) -> Vec<StoredBlock> {
-        self.pool.stored(step, after)
-    }
-
-    /// Number of free blocks that are not cached.
-    pub(crate) fn unused(&self) -> usize {
-        self.pool.unused()
-    }
-
     /// Number of slots for states that hold nothing.
     pub(crate) fn unused_states(&self) -> usize {
         self.states.unused()
-    }
-
-    /// Adds a session of `user` as an owner of blocks.
-    pub(crate) fn open_owner(&mut self, user: User) -> CacheOwner {
-        self.pool.open_owner(user)
-    }
-
-    /// See [`BlockPool::take_evicted`].
-    pub(crate) fn take_evicted(&mut self, owner: CacheOwner) -> [u32; TAKERS] {
-        self.pool.take_evicted(owner)
-    }
-
-    /// See [`BlockPool::end_owner`].
-    pub(crate) fn end_owner(&mut self, owner: CacheOwner) {
-        self.pool.end_owner(owner);
-    }
-
-    /// See [`BlockPool::rank_owner`].
-    pub(crate) fn rank_owner(&mut self, owner: CacheOwner, class: EvictionClass) {
-        self.pool.rank_owner(owner, class);
     }
 
     /// Finds the blocks that a sequence can share. A fork whose `parent` has computed its whole prompt also gets the

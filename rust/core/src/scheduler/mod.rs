@@ -178,7 +178,8 @@ impl Scheduler {
     pub fn plan(&mut self, now: Time) -> Option<Box<StepPlan>> {
         self.accounts.tick(now);
         self.steps.begin();
-        self.kv.begin_plan(self.steps.planned(), self.keeps_on_host(), self.steps.owes_reads());
+        let keeps = self.keeps_on_host();
+        self.kv.begin_plan(self.steps.planned(), keeps, self.steps.owes_reads());
         let backlog = self.waiting.foreground() > self.waiting.new_len();
         self.queue_new();
         self.take_turns();

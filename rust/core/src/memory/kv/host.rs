@@ -6,31 +6,6 @@ use super::{Grant, Kv, SeqBlocks};
 use crate::request::Token;
 
 impl Kv {
-    /// See [`BlockPool::host`].
-    pub(crate) fn host(&self) -> (usize, usize) {
-        self.pool.host()
-    }
-
-    /// See [`BlockPool::host_room`].
-    pub(crate) fn host_room(&self) -> usize {
-        self.pool.host_room()
-    }
-
-    /// See [`BlockPool::begin_plan`].
-    pub(crate) fn begin_plan(&mut self, step: u64, keeps: bool, reads: bool) {
-        self.pool.begin_plan(step, keeps, reads);
-    }
-
-    /// See [`BlockPool::end_plan`].
-    pub(crate) fn end_plan(&mut self, copies: &mut Vec<(BlockId, u32)>) -> usize {
-        self.pool.end_plan(copies)
-    }
-
-    /// See [`BlockPool::has_kept`].
-    pub(crate) fn has_kept(&self) -> bool {
-        self.pool.has_kept()
-    }
-
     /// Estimates the leading blocks of a waiting sequence that it can share now, those that it can share once blocks are read back from host
     /// memory, and the number of the latter.
     pub(crate) fn on_device_and_host(&mut self, blocks: &SeqBlocks) -> (usize, usize, usize) {

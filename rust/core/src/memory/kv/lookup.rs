@@ -38,11 +38,6 @@ impl Kv {
         }
     }
 
-    /// Whether a block with this name is cached.
-    pub(crate) fn is_named(&mut self, name: BlockHash) -> bool {
-        self.pool.is_named(name)
-    }
-
     /// Extends a waiting sequence's chain of cached blocks from its latest lookup.
     pub(crate) fn look_up(&mut self, blocks: &mut SeqBlocks, tokens: &[Token]) {
         let mut found = std::mem::take(&mut self.spare);
