@@ -96,11 +96,17 @@ impl Scheduler {
 
     /// Admits waiting sequences while tokens, slots and blocks allow. If this step preempted sequences, only the first
     /// `reserved` are admitted. If an aged request is `blocked`, given as its group and its need, none is admitted.
-    pub(super) fn plan_waiting(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32, blocked: Option<(u32, Need)>) {
+    pub(super) fn plan_waiting(&mut self, plan: &mut StepPlan, reserved: u32, blocked: Option<(u32, Need)>) {
         let mut left = if plan.preempted.is_empty() { u32::MAX } else { reserved };
         let (mut first_blocked, mut rejected, mut walk) = (blocked, 0, Walk::default());
         self.waiting.clear_rejected();
-        while blocked.is_none() && !self.is_closed() && left > 0 && *budget > 0 && self.running.has_slot() && rejected < MAX_REJECTED {
+        while blocked.is_none()
+            && !self.is_closed()
+            && left > 0
+            && plan.tokens_left > 0
+            && self.running.has_slot()
+            && rejected < MAX_REJECTED
+        {
             let Some(id) = self.waiting.next(&mut walk) else { break };
             if self.seqs[id].queue_entry.was_rejected_in(self.steps.plan_number()) {
                 continue; // rejected before the walk restarted, or before it was moved
@@ -109,7 +115,7 @@ impl Scheduler {
                 break;
             }
             left -= 1;
-            match self.admit(id, plan, budget) {
+            match self.admit(id, plan) {
                 Ok(()) => {
                     if self.bypass_rejected() {
                         break;
@@ -132,7 +138,7 @@ impl Scheduler {
                 }
             }
         }
-        self.note_blocked(first_blocked, plan, *budget);
+        self.note_blocked(first_blocked, plan);
     }
 
     /// Counts an admission for the requests rejected before it. Returns whether no more requests may bypass one of them.
@@ -166,11 +172,11 @@ impl Scheduler {
     }
 
     /// Records the group that is next in the queue and the resource that blocks it. Defaults to the first of the queue.
-    fn note_blocked(&mut self, blocked: Option<(u32, Need)>, plan: &StepPlan, budget: u32) {
+    fn note_blocked(&mut self, blocked: Option<(u32, Need)>, plan: &StepPlan) {
         let need = match () {
             () if !plan.preempted.is_empty() => Some(Need::NextStep),
             () if !self.running.has_slot() => Some(Need::Slot),
-            () if budget == 0 || self.is_closed() => Some(Need::Budget),
+            () if plan.tokens_left == 0 || self.is_closed() => Some(Need::Budget),
             // Tokens and slots are left, so the policy's order holds the other requests back.
             () => None,
         };
@@ -183,7 +189,7 @@ impl Scheduler {
 
     /// Gives a waiting sequence a slot and blocks for all its tokens, cached blocks first, and plans its first chunk.
     /// Returns the missing resource as an error.
-    pub(super) fn admit(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) -> Result<(), Need> {
+    pub(super) fn admit(&mut self, id: SeqId, plan: &mut StepPlan) -> Result<(), Need> {
         let closed = match self.config.batching {
             Batching::Continuous => self.waiting.batch_opens_at().is_some(),
             Batching::Static { .. } | Batching::Dynamic { .. } => self.waiting.batch_remaining() == 0,
@@ -191,7 +197,7 @@ impl Scheduler {
         if closed && !self.seqs[id].has_started() {
             return Err(Need::Batch);
         }
-        if self.step_tokens(id, plan, *budget) == 0 {
+        if self.step_tokens(id, plan, plan.tokens_left) == 0 {
             return Err(Need::Budget);
         }
         let held_back = self.held_back(id);
@@ -219,7 +225,7 @@ impl Scheduler {
             }
         };
         self.start(id, computed, plan);
-        self.plan_piece(id, 0, plan, budget);
+        self.plan_piece(id, 0, plan.tokens_left, plan);
         Ok(())
     }
 
@@ -325,10 +331,10 @@ impl Scheduler {
 
     /// Admits the oldest request if it has waited too long and no other aged request runs. If it does not fit, returns
     /// its group and need, and no other request is admitted until it fits.
-    pub(super) fn admit_aged(&mut self, plan: &mut StepPlan, budget: &mut u32) -> Option<(u32, Need)> {
+    pub(super) fn admit_aged(&mut self, plan: &mut StepPlan) -> Option<(u32, Need)> {
         // In the order of arrival, only requests of more urgent tiers can starve a request.
         let starves = self.rules.can_starve() || self.rules.is_arrival_order() && self.waiting.has_several_tiers();
-        if !starves || self.is_closed() || self.running.aged().is_some() || *budget == 0 || !self.running.has_slot() {
+        if !starves || self.is_closed() || self.running.aged().is_some() || plan.tokens_left == 0 || !self.running.has_slot() {
             return None;
         }
         let id = self.waiting.oldest()?;
@@ -337,7 +343,7 @@ impl Scheduler {
             return None;
         }
         let (group, started) = (seq.member().group, seq.has_started());
-        match self.admit(id, plan, budget) {
+        match self.admit(id, plan) {
             Ok(()) => {
                 let account = &mut self.seqs[id].account;
                 account.start(QueuePosition { aged: !started || account.queue_position().aged, ..account.queue_position() });

@@ -7,7 +7,7 @@ use crate::step::{StepPlan, WHOLE_TABLE};
 impl Scheduler {
     /// Plans the next token of each decoding sequence, of the background only as far as it has room, and drops sequences
     /// that have ended. `spare` blocks are free beyond the need of these tokens.
-    pub(super) fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut u32, mut spare: usize) {
+    pub(super) fn plan_decodes(&mut self, plan: &mut StepPlan, mut spare: usize) {
         self.running.clear_prompts();
         let (mut kept, mut fast, mut context) = (0, 0, 0);
         plan.background = self.background_room();
@@ -26,7 +26,7 @@ impl Scheduler {
                 continue;
             }
             if seq.is_on_fast_path() {
-                *budget -= 1;
+                plan.tokens_left -= 1;
                 fast += 1;
                 context += u64::from(seq.computed()) + 1;
                 plan.chunks.push(seq.fast_chunk(id, slot));
@@ -34,27 +34,27 @@ impl Scheduler {
                 self.running.add_prompt(id);
             } else {
                 let later = self.running.len() - at - 1 + limited.len();
-                self.plan_decode(id, plan, budget, &mut spare, later as u32);
+                self.plan_decode(id, plan, &mut spare, later as u32);
             }
         }
         self.running.truncate(kept);
         plan.load.decode_seqs += fast;
         plan.load.context_tokens += context;
         plan.foreground = plan.load;
-        self.plan_limited(&mut limited, plan, budget, &mut spare);
+        self.plan_limited(&mut limited, plan, &mut spare);
         self.running.give_limited(limited);
         self.accounts.counters.computed_tokens += u64::from(plan.load.decode_seqs);
     }
 
     /// Plans the next tokens of decoding background sequences as far as there is room. The one that has waited longest for a token
     /// comes first, so that all progress.
-    fn plan_limited(&mut self, limited: &mut [SeqId], plan: &mut StepPlan, budget: &mut u32, spare: &mut usize) {
+    fn plan_limited(&mut self, limited: &mut [SeqId], plan: &mut StepPlan, spare: &mut usize) {
         limited.sort_by_key(|&id| self.seqs[id].decoded_in());
         for (at, &id) in limited.iter().enumerate() {
             let seq = &mut self.seqs[id];
             if plan.background.as_mut().is_some_and(|room| room.take_decode(seq.decode_rows(), seq.computed())) {
                 seq.note_decode(self.steps.plan_number(), at);
-                self.plan_decode(id, plan, budget, spare, (limited.len() - at - 1) as u32);
+                self.plan_decode(id, plan, spare, (limited.len() - at - 1) as u32);
             } else {
                 seq.use_draft(0);
                 plan.leaves_out_background = true;
@@ -65,13 +65,13 @@ impl Scheduler {
     /// Plans a sequence's last token, which may need or complete a block, and its drafted tokens. Before them come the accepted tokens of
     /// a draft after which the sequence got back an earlier state. Drafted and accepted tokens only use spare tokens and blocks. They never
     /// preempt a sequence or take the tokens of the `later` sequences that are still to be planned.
-    fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32, spare: &mut usize, later: u32) {
+    fn plan_decode(&mut self, id: SeqId, plan: &mut StepPlan, spare: &mut usize, later: u32) {
         self.resume(id);
         let seq = &mut self.seqs[id];
         let block_size = self.config.block_size;
         let table_from = seq.blocks.held();
         let blocks = |tokens: u32| (tokens.div_ceil(block_size) as usize).max(table_from);
-        let room = (*budget - 1).saturating_sub(later);
+        let room = (plan.tokens_left - 1).saturating_sub(later);
         let again = (seq.uncomputed() - 1).min(room);
         let last = seq.computed() + 1 + again;
         let wanted = (seq.draft().len() as u32).min(room - again);
@@ -85,7 +85,7 @@ impl Scheduler {
         let len = 1 + again + drafted;
         seq.blocks.pay(len);
         self.kv.grow(&mut seq.blocks, blocks(last + drafted));
-        *budget -= len;
+        plan.tokens_left -= len;
         plan.load.decode_seqs += 1;
         plan.load.drafted_tokens += again + drafted;
         plan.load.context_tokens += u64::from(last + drafted);

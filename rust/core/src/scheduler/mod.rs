@@ -189,10 +189,10 @@ impl Scheduler {
         }
         let mut plan = self.steps.plan(self.accounts.now());
         let room = self.make_room(&mut plan);
-        let mut budget = self.config.max_num_batched_tokens;
-        self.plan_decodes(&mut plan, &mut budget, room.spare);
-        self.bound_prefill(&plan, &mut budget, backlog);
-        self.plan_prefills(&mut plan, &mut budget, room.reserved);
+        plan.tokens_left = self.config.max_num_batched_tokens;
+        self.plan_decodes(&mut plan, room.spare);
+        self.bound_prefill(&mut plan, backlog);
+        self.plan_prefills(&mut plan, room.reserved);
         self.accounts.run_step(plan.chunks.len(), plan.load.prefill_tokens > 0);
         self.accounts.counters.swapped_blocks += self.kv.end_plan(&mut plan.swap_out) as u64;
         if plan.chunks.is_empty() {

@@ -19,7 +19,7 @@ impl Scheduler {
     /// Limits the tokens for prompts by the target: the configured target, or three times the duration of the decodes
     /// alone, without the background, or `UNNOTICED_STEP` where that is longer. The default target costs throughput. It applies only beside
     /// decodes, with one prompt in progress, and without a `backlog`, which means requests that already waited in the previous plan.
-    pub(super) fn bound_prefill(&self, plan: &StepPlan, budget: &mut u32, backlog: bool) {
+    pub(super) fn bound_prefill(&self, plan: &mut StepPlan, backlog: bool) {
         let configured = self.config.target_itl > 0;
         let prompts = self.running.prompts();
         if prompts.is_empty() && self.waiting.len() == 0 {
@@ -30,7 +30,7 @@ impl Scheduler {
             return;
         }
         if !self.model.knows() {
-            *budget = (*budget).min(FIRST_PREFILL);
+            plan.tokens_left = plan.tokens_left.min(FIRST_PREFILL);
             return;
         }
         let alone = self.model.decode_step(&plan.foreground);
@@ -38,7 +38,7 @@ impl Scheduler {
         // The prompt that runs next is not known yet. The longest prompt in progress is the most expensive.
         let context = prompts.iter().map(|&id| self.seqs[id].computed()).max().unwrap_or(0);
         let room = self.model.prefill_room(&plan.load, AIM * target, MIN_PREFILL * target.max(alone), context);
-        *budget = (*budget).min(room.max(1));
+        plan.tokens_left = plan.tokens_left.min(room.max(1));
     }
 
     /// Divides the tokens left by decodes between prompts in progress and waiting sequences.
@@ -46,7 +46,7 @@ impl Scheduler {
     /// If the policy orders prompts, its order decides. Otherwise waiting requests may use half of the tokens, so that a
     /// long prompt does not block them. The oldest prompt in progress is guaranteed a quarter of the step. The prompt
     /// nearest to its end comes first.
-    pub(super) fn plan_prefills(&mut self, plan: &mut StepPlan, budget: &mut u32, reserved: u32) {
+    pub(super) fn plan_prefills(&mut self, plan: &mut StepPlan, reserved: u32) {
         self.open_batch();
         if self.waiting.len() == 0 && self.running.prompts().is_empty() {
             self.accounts.block(None);
@@ -55,13 +55,13 @@ impl Scheduler {
         let (now, ageing) = (self.accounts.now(), self.config.queue_ageing);
         // A prompt in progress that has waited this long is older than any request that would be admitted.
         let starved = self.running.prompts().iter().any(|&id| is_starved(&self.seqs[id], now, ageing));
-        let blocked = if plan.preempted.is_empty() && !starved { self.admit_aged(plan, budget) } else { None };
+        let blocked = if plan.preempted.is_empty() && !starved { self.admit_aged(plan) } else { None };
         let seqs = &self.seqs;
         if self.rules.orders_prompts {
             let aged = self.running.aged();
             self.running.sort_prompts(|&id| (!is_starved(&seqs[id], now, ageing), aged != Some(id), seqs[id].queue_entry.key()));
-            self.plan_prompts(plan, budget, 0, blocked.is_none());
-            self.plan_waiting(plan, budget, reserved, blocked);
+            self.plan_prompts(plan, 0, blocked.is_none());
+            self.plan_waiting(plan, reserved, blocked);
         } else {
             self.running.sort_prompts(|&id| {
                 let seq = &seqs[id];
@@ -69,66 +69,64 @@ impl Scheduler {
             });
             let foreground = self.running.prompts().iter().map(|&id| &seqs[id]).filter(|seq| !seq.is_background());
             let wanted = foreground.map(Sequence::uncomputed).fold(0, u32::saturating_add);
-            let kept = budget.div_ceil(2).min(wanted);
-            let guaranteed = budget.div_ceil(GUARANTEE);
-            let mut rest = *budget - kept;
-            self.plan_waiting(plan, &mut rest, reserved, blocked);
-            *budget = rest + kept;
-            self.plan_prompts(plan, budget, guaranteed, false);
+            let kept = plan.tokens_left.div_ceil(2).min(wanted);
+            let guaranteed = plan.tokens_left.div_ceil(GUARANTEE);
+            plan.tokens_left -= kept;
+            self.plan_waiting(plan, reserved, blocked);
+            plan.tokens_left += kept;
+            self.plan_prompts(plan, guaranteed, false);
         }
     }
 
     /// Continues the prompts in progress. The oldest prompt gets at least `guaranteed` tokens, or all it needs. With
     /// `urgent`, more urgent waiting requests are admitted first, but not before the running aged request or before a
     /// prompt that was stalled for too long.
-    fn plan_prompts(&mut self, plan: &mut StepPlan, budget: &mut u32, guaranteed: u32, urgent: bool) {
+    fn plan_prompts(&mut self, plan: &mut StepPlan, guaranteed: u32, urgent: bool) {
         let prompts = self.running.prompts().iter().copied().filter(|&id| !self.seqs[id].is_background());
         let oldest = prompts.min_by_key(|&id| self.seqs[id].spec().arrival_number).filter(|_| guaranteed > 0);
         let mut reserved = oldest.map_or(0, |id| guaranteed.min(self.seqs[id].uncomputed()));
         for at in 0..self.running.prompts().len() {
             let id = self.running.prompts()[at];
             if urgent && plan.preempted.is_empty() {
-                self.admit_before(id, plan, budget);
+                self.admit_before(id, plan);
             }
             if oldest == Some(id) {
                 reserved = 0;
             }
-            let available = self.step_tokens(id, plan, budget.saturating_sub(reserved));
+            let available = self.step_tokens(id, plan, plan.tokens_left.saturating_sub(reserved));
             if available == 0 {
                 self.stall_prompt(id);
             } else {
-                let (table_from, mut left) = (self.seqs[id].blocks.held() as u32, available);
-                self.plan_piece(id, table_from, plan, &mut left);
-                *budget -= available - left;
+                self.plan_piece(id, self.seqs[id].blocks.held() as u32, available, plan);
             }
         }
     }
 
     /// Admits waiting requests that are more urgent than a prompt in progress.
-    fn admit_before(&mut self, id: SeqId, plan: &mut StepPlan, budget: &mut u32) {
+    fn admit_before(&mut self, id: SeqId, plan: &mut StepPlan) {
         let seq = &self.seqs[id];
         if self.is_closed() || self.running.aged() == Some(id) || is_starved(seq, self.accounts.now(), self.config.queue_ageing) {
             return;
         }
         let key = seq.queue_entry.key();
-        while *budget > 0 && self.running.has_slot() {
+        while plan.tokens_left > 0 && self.running.has_slot() {
             let first = self.waiting.first().filter(|&first| self.seqs[first].queue_entry.key() < key);
-            if first.is_none_or(|first| self.admit(first, plan, budget).is_err()) {
+            if first.is_none_or(|first| self.admit(first, plan).is_err()) {
                 break;
             }
         }
     }
 
-    /// Plans the next piece of a sequence that has the blocks for it. The step buffers already hold the first
+    /// Plans the next piece, of at most `most` tokens, of a sequence that has the blocks for it. The step buffers already hold the first
     /// `table_from` entries of its block table.
-    pub(super) fn plan_piece(&mut self, id: SeqId, table_from: u32, plan: &mut StepPlan, budget: &mut u32) {
+    pub(super) fn plan_piece(&mut self, id: SeqId, table_from: u32, most: u32, plan: &mut StepPlan) {
         self.resume(id);
         // The caller has seen that there is room for a token.
-        let available = self.step_tokens(id, plan, *budget).max(1);
+        let available = self.step_tokens(id, plan, most).max(1);
         let seq = &mut self.seqs[id];
         let len = seq.uncomputed().min(available);
         seq.blocks.pay(available);
-        *budget -= len;
+        plan.tokens_left -= len;
         let from = seq.computed();
         plan.load.add_piece(from, len);
         if !seq.is_background() {

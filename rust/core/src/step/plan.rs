@@ -98,6 +98,8 @@ pub struct StepPlan {
     /// Position of the plan in the order of commits.
     pub(crate) step: u64,
     pub(crate) planned: Time,
+    /// Tokens that the step can still get.
+    pub(crate) tokens_left: u32,
     /// The part of `load` of requests that are not in the background.
     pub(crate) foreground: Load,
     /// What background requests may still add. `None` if they are not limited.
