@@ -251,13 +251,8 @@ impl Accounts {
     }
 
     /// Nanoseconds of steps of a sequence, which runs in `slot` if it has one.
-    pub(crate) fn compute_ns(&self, account: &Account, slot: Option<u32>) -> u64 {
+    fn compute_ns(&self, account: &Account, slot: Option<u32>) -> u64 {
         account.compute_ns() + slot.map_or(0, |slot| self.compute.of(slot))
-    }
-
-    /// Microjoules of a sequence. `None` without a meter.
-    pub(crate) fn energy_uj(&self, account: &Account) -> Option<u64> {
-        self.energy.as_ref().map(|_| account.energy_uj())
     }
 
     /// Nanoseconds of all committed steps.
@@ -277,10 +272,6 @@ impl Accounts {
             Grouping::Classes => Some(self.classes.peek(group).waiting as usize),
             Grouping::Tenants(_) => Some(self.tenants.peek(group).waiting as usize),
         }
-    }
-
-    pub(crate) fn tenant(&self, member: Member) -> &Arc<str> {
-        self.tenants.name(member.tenant)
     }
 
     /// The user that stands for a tenant at cached blocks.
@@ -363,9 +354,13 @@ impl Accounts {
         self.mean_output
     }
 
-    /// Reads an account into a timeline, up to now: the time in each state, preemptions and drafts.
-    pub(crate) fn read(&self, account: &Account, state: StateInGroup, timeline: &mut Timeline) {
-        account.read(state, &self.clocks, self.others(), timeline);
+    /// The part of a timeline that is in the account of a sequence, up to now. The sequence runs in `slot` if it has one.
+    pub(crate) fn read(&self, account: &Account, state: StateInGroup, slot: Option<u32>) -> Timeline {
+        Timeline {
+            compute_ns: self.compute_ns(account, slot),
+            energy_uj: self.energy.as_ref().map(|_| account.energy_uj()),
+            ..account.read(state, &self.clocks, self.others())
+        }
     }
 
     /// Stores the timeline of an ended request.

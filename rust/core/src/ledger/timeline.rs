@@ -71,7 +71,7 @@ pub(crate) const STATES: usize = TimelineState::NAMES.len();
 const LIMITS: usize = 4;
 
 /// A request's timeline: disjoint intervals that sum to its lifetime, and its usage.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Timeline {
     /// The request's tag.
     pub tag: u64,
@@ -395,16 +395,20 @@ impl Account {
         self.computed_tokens
     }
 
-    /// Writes the account of a sequence in `state`, up to now, to `timeline`.
-    pub(crate) fn read(&self, state: StateInGroup, clocks: &Clocks, others: TimelineState, timeline: &mut Timeline) {
+    /// The part of a timeline that is in the account of a sequence in `state`, up to now.
+    pub(crate) fn read(&self, state: StateInGroup, clocks: &Clocks, others: TimelineState) -> Timeline {
         let mut copy = Self { since: self.since, base: self.base, states: self.states, ..Self::default() };
         copy.book(state, clocks, others);
-        timeline.states = copy.states;
-        timeline.block_us = self.block_us + self.held * (clocks.now - self.held_since);
-        timeline.recomputed_tokens = self.recomputed_tokens;
-        (timeline.draft_tokens, timeline.accepted_draft_tokens) = (self.draft_tokens, self.accepted_draft_tokens);
-        timeline.swaps = self.swaps;
-        timeline.preempted_by.clone_from(&self.preempted_by);
-        timeline.preempted_for = self.preempted_for;
+        Timeline {
+            states: copy.states,
+            block_us: self.block_us + self.held * (clocks.now - self.held_since),
+            recomputed_tokens: self.recomputed_tokens,
+            draft_tokens: self.draft_tokens,
+            accepted_draft_tokens: self.accepted_draft_tokens,
+            swaps: self.swaps,
+            preempted_by: self.preempted_by.clone(),
+            preempted_for: self.preempted_for,
+            ..Timeline::default()
+        }
     }
 }

@@ -318,8 +318,8 @@ impl Scheduler {
     }
 
     /// The tenant of a sequence.
-    pub(crate) fn tenant(&self, seq: &Sequence) -> &Arc<str> {
-        self.accounts.tenant(seq.member())
+    fn tenant(&self, seq: &Sequence) -> &Arc<str> {
+        self.accounts.tenant_name(seq.member().tenant)
     }
 
     /// The names of a sequence's full blocks after the first `from`.

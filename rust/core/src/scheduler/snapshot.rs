@@ -61,7 +61,7 @@ impl Scheduler {
         SlotSeen {
             slot: seq.slot().expect("it runs"),
             tag: seq.spec().tag,
-            tenant: Arc::clone(self.accounts.tenant(seq.member())),
+            tenant: Arc::clone(self.tenant(seq)),
             priority: seq.request().priority,
             tier: seq.request().tier,
             state: seq.phase().state().expect("it runs"),
@@ -81,7 +81,7 @@ impl Scheduler {
         let since = if seq.has_started() { seq.account.since() } else { seq.times().arrived };
         WaitSeen {
             tag: seq.spec().tag,
-            tenant: Arc::clone(self.accounts.tenant(seq.member())),
+            tenant: Arc::clone(self.tenant(seq)),
             priority: seq.request().priority,
             tier: seq.request().tier,
             state,

@@ -182,7 +182,7 @@ impl Sequence {
 
     /// The sequence's timeline up to now.
     pub(crate) fn timeline(&self, finish: Option<FinishReason>, accounts: &Accounts) -> Timeline {
-        let mut timeline = Timeline {
+        Timeline {
             tag: self.spec.tag,
             finish,
             arrived: self.times.arrived - self.account.prepared(),
@@ -190,7 +190,6 @@ impl Sequence {
             started: self.times.started,
             first_token: self.times.first_token,
             ended: accounts.now(),
-            states: Default::default(),
             prompt_tokens: self.spec.prompt_len,
             cached_tokens: self.cached_tokens(),
             own_cached_tokens: self.own_cached_tokens(),
@@ -198,24 +197,14 @@ impl Sequence {
             evicted_for: self.run.evicted_for,
             output_tokens: self.output_tokens(),
             computed_tokens: self.computed_in_all(),
-            recomputed_tokens: 0,
-            compute_ns: accounts.compute_ns(&self.account, self.slot()),
-            energy_uj: accounts.energy_uj(&self.account),
-            draft_tokens: 0,
-            accepted_draft_tokens: 0,
             preemptions: self.preemptions(),
-            swaps: 0,
-            preempted_by: Vec::new(),
-            preempted_for: Default::default(),
-            block_us: 0,
-            tenant: Arc::clone(accounts.tenant(self.member)),
+            tenant: Arc::clone(accounts.tenant_name(self.member.tenant)),
             session: self.spec.request.session.clone(),
             priority: self.spec.request.priority,
             tier: self.spec.request.tier,
             queue_position: self.queue_position(),
-        };
-        accounts.read(&self.account, (self.phase.state(), self.member.group), &mut timeline);
-        timeline
+            ..accounts.read(&self.account, (self.phase.state(), self.member.group), self.slot())
+        }
     }
 
     pub(crate) fn phase(&self) -> Phase {
