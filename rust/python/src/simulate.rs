@@ -176,7 +176,7 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &sim::Report) -> PyResul
             timeline.draft_tokens.into(),
             timeline.accepted_draft_tokens.into(),
         ];
-        let mut line = [0; 17 + core::TimelineState::NAMES.len()];
+        let mut line = [0; 17 + core::TimelineState::COUNT];
         line[..17].copy_from_slice(&numbers);
         line[17..].iter_mut().zip(&timeline.states).for_each(|(cell, &time)| *cell = time as i64);
         line

@@ -36,9 +36,6 @@ named_enum! {
     }
 }
 
-/// Number of rules.
-pub(crate) const RULES: usize = Rule::NAMES.len();
-
 impl Rule {
     /// The rule by which a request at the position `first` was served before one at `second`.
     pub(crate) fn of(rules: Rules, first: &QueuePosition, second: &QueuePosition) -> Self {
@@ -64,7 +61,7 @@ impl Rule {
 pub struct ServedBefore {
     /// Number of requests, by [`Rule`].
     #[serde(rename = "served_before", serialize_with = "nonzero::<Rule, _, _>")]
-    pub counts: [u32; RULES],
+    pub counts: [u32; Rule::COUNT],
     /// The first of them in the order of their start: tag, tenant and rule.
     #[serde(rename = "served_first")]
     pub first: Vec<(u64, std::sync::Arc<str>, Rule)>,

@@ -26,5 +26,5 @@ pub use service::MAX_CHARGED_EXTERNAL;
 pub(crate) use service::ServiceCost;
 pub use snapshot::{SlotSeen, Snapshot, WaitSeen};
 pub use stats::{Counters, Occupancy, Stats};
-pub(crate) use timeline::{Account, STATES};
+pub(crate) use timeline::Account;
 pub use timeline::{Timeline, TimelineState};

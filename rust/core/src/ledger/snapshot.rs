@@ -68,7 +68,7 @@ pub struct Snapshot {
     pub waiting: Vec<WaitSeen>,
     /// The number of all waiting sequences by tier.
     #[serde(serialize_with = "nonzero::<Tier, _, _>")]
-    pub waiting_by_tier: [usize; Tier::NAMES.len()],
+    pub waiting_by_tier: [usize; Tier::COUNT],
     /// The KV blocks in order: [`FREE`](Self::FREE), [`CACHED`](Self::CACHED), [`SHARED`](Self::SHARED), or
     /// [`HELD`](Self::HELD) plus the slot of the only holder. A cell of several blocks shows the most frequent value.
     #[serde(skip)]

@@ -1,7 +1,7 @@
 //! Counters since the start, and gauges of the current state.
 
-use super::timeline::{STATES, TimelineState};
-use crate::policy::PREEMPTION_REASONS;
+use super::timeline::TimelineState;
+use crate::policy::PreemptionReason;
 use crate::request::nonzero;
 use crate::step::Stall;
 use serde::Serialize;
@@ -39,7 +39,7 @@ pub struct Counters {
     pub preemptions_swap: u64,
     /// All preemptions, by [`PreemptionReason`](crate::PreemptionReason).
     #[serde(skip)]
-    pub preemptions_by_reason: [u64; PREEMPTION_REASONS],
+    pub preemptions_by_reason: [u64; PreemptionReason::COUNT],
     /// Blocks copied to host memory.
     pub swapped_blocks: u64,
     /// Requests that missed their deadline.
@@ -84,7 +84,7 @@ pub struct Stats {
     pub stall: Option<Stall>,
     /// Waiting sequences, by [`TimelineState`](crate::TimelineState).
     #[serde(serialize_with = "nonzero::<TimelineState, _, _>")]
-    pub waiting_by_state: [usize; STATES],
+    pub waiting_by_state: [usize; TimelineState::COUNT],
     /// Predicted wait of a request that arrives now, in microseconds.
     #[serde(rename = "predicted_wait_us")]
     pub predicted_wait: u64,

@@ -5,8 +5,8 @@
 
 use super::audit::QueuePosition;
 use super::energy::Window;
-use crate::memory::{TAKERS, Taker};
-use crate::policy::{PREEMPTION_REASONS, PreemptionReason};
+use crate::memory::Taker;
+use crate::policy::PreemptionReason;
 use crate::request::{FinishReason, Tier, Time, named_enum, nonzero};
 use serde::Serialize;
 use std::sync::Arc;
@@ -65,8 +65,6 @@ named_enum! {
     }
 }
 
-/// Number of states.
-pub(crate) const STATES: usize = TimelineState::NAMES.len();
 /// Number of states that can block a whole group of waiting sequences. They come first.
 const LIMITS: usize = 4;
 
@@ -90,7 +88,7 @@ pub struct Timeline {
     pub ended: Time,
     /// Microseconds by [`TimelineState`]. They sum to `ended - arrived`.
     #[serde(serialize_with = "nonzero::<TimelineState, _, _>")]
-    pub states: [Time; STATES],
+    pub states: [Time; TimelineState::COUNT],
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
     /// Prompt tokens that were cached when the request was first admitted.
@@ -104,7 +102,7 @@ pub struct Timeline {
     /// Tokens of blocks that only the request's session had used and that were evicted since its request before this one started, by
     /// [`Taker`](crate::Taker).
     #[serde(serialize_with = "nonzero::<Taker, _, _>")]
-    pub evicted_for: [u32; TAKERS],
+    pub evicted_for: [u32; Taker::COUNT],
     /// Generated tokens.
     pub output_tokens: u32,
     /// Computed tokens, including recomputed ones.
@@ -127,7 +125,7 @@ pub struct Timeline {
     pub preempted_by: Vec<u64>,
     /// Number of preemptions, by [`PreemptionReason`].
     #[serde(serialize_with = "nonzero::<PreemptionReason, _, _>")]
-    pub preempted_for: [u32; PREEMPTION_REASONS],
+    pub preempted_for: [u32; PreemptionReason::COUNT],
     /// KV blocks multiplied by the microseconds they were held. A shared block counts once for each holder. Those that the request's session
     /// kept in its turn, since its previous request, are included.
     pub block_us: u64,
@@ -225,10 +223,10 @@ pub(crate) struct Account {
     submitted: Time,
     /// Values of the clocks when the state began: the group's clocks while waiting, the step clocks while running.
     base: [Time; LIMITS],
-    states: [Time; STATES],
+    states: [Time; TimelineState::COUNT],
     swaps: u32,
     preempted_by: Vec<u64>,
-    preempted_for: [u32; PREEMPTION_REASONS],
+    preempted_for: [u32; PreemptionReason::COUNT],
     /// Time before the request was added.
     prepared: Time,
     computed_tokens: u64,

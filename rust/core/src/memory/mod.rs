@@ -15,7 +15,7 @@ mod state_pool;
 
 use block::ChangeLog;
 pub use block::{BlockId, BlockPool, BlockTable, CacheChanges, Chain, StoredBlock, Taker};
-pub(crate) use block::{BlockUse, CacheOwner, EvictionClass, TAKERS, User};
+pub(crate) use block::{BlockUse, CacheOwner, EvictionClass, User};
 pub use blocks_used::BlocksUsed;
 pub use hash::{BlockHash, BlockHasher};
 pub use kv::Restored;

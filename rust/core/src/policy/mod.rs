@@ -25,8 +25,8 @@ pub use self::{deadline::Deadline, fair::Fair, fcfs::Fcfs, prefix::Prefix, prior
 pub(crate) use candidate::Predictions;
 pub use candidate::{Candidate, Estimate};
 pub(crate) use key::Key;
+pub(crate) use rules::Class;
 pub use rules::{CacheUse, Charges, Grouping, Preemption, PreemptionReason, Rules};
-pub(crate) use rules::{Class, PREEMPTION_REASONS};
 
 use crate::request::Time;
 use std::fmt::Debug;

@@ -92,9 +92,6 @@ named_enum! {
     }
 }
 
-/// Number of reasons.
-pub(crate) const PREEMPTION_REASONS: usize = PreemptionReason::NAMES.len();
-
 impl Rules {
     /// Whether tenants take turns by the service they have received.
     pub fn takes_turns(&self) -> bool {

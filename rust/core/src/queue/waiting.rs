@@ -6,7 +6,7 @@ use super::shares::Shares;
 use crate::config::Batching;
 use crate::memory::BlockHash;
 use crate::policy::{Key, Rules};
-use crate::request::{ArrivalNumber, Preparation, SeqId, TIERS, Tier, Time};
+use crate::request::{ArrivalNumber, Preparation, SeqId, Tier, Time};
 use crate::sequence::{Phase, Sequence};
 
 /// Maximum number of sequences moved within the order in one plan. Later plans move the rest.
@@ -47,9 +47,9 @@ pub(crate) struct Kinds {
     /// Sequences that wait for their session's turn. They are not in the queue.
     pub(crate) on_session: usize,
     /// Sequences that wait for each preparation. They are not in the queue.
-    pub(crate) preparing: [usize; Preparation::NAMES.len()],
+    pub(crate) preparing: [usize; Preparation::COUNT],
     /// Queued sequences of each tier.
-    tiers: [usize; TIERS],
+    tiers: [usize; Tier::COUNT],
 }
 
 impl Kinds {

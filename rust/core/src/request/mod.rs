@@ -8,7 +8,6 @@ mod tier;
 
 pub use cache_scope::CacheScope;
 pub(crate) use named::{Named, named_enum, nonzero};
-pub(crate) use tier::TIERS;
 pub use tier::Tier;
 
 use serde::de::IgnoredAny;

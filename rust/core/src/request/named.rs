@@ -19,6 +19,9 @@ macro_rules! named_enum {
             /// Every value in order, with its name.
             pub const NAMES: [(Self, &'static str); [$($name),+].len()] = [$((Self::$value, $name)),+];
 
+            /// The number of values.
+            pub const COUNT: usize = Self::NAMES.len();
+
             /// The name of the value.
             pub fn name(self) -> &'static str {
                 Self::NAMES[self as usize].1

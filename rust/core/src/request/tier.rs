@@ -18,6 +18,3 @@ named_enum! {
         Background = "background",
     }
 }
-
-/// Number of tiers.
-pub(crate) const TIERS: usize = Tier::NAMES.len();

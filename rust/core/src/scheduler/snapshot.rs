@@ -15,7 +15,7 @@ impl Scheduler {
         let (cells, blocks_per_cell) = self.cells(max_cells);
         let queued = self.waiting.iter().map(|(_, id)| &self.seqs[id]);
         let outside = self.seqs.values().filter(|seq| seq.preparation().is_some() || seq.waits_for_session());
-        let mut waiting_by_tier = [0; Tier::NAMES.len()];
+        let mut waiting_by_tier = [0; Tier::COUNT];
         for seq in self.seqs.values().filter(|seq| seq.slot().is_none()) {
             waiting_by_tier[seq.request().tier as usize] += 1;
         }

@@ -1,7 +1,7 @@
 //! Counters and gauges for operators.
 
 use super::Scheduler;
-use crate::ledger::{Counters, Occupancy, STATES, Stats, TimelineState};
+use crate::ledger::{Counters, Occupancy, Stats, TimelineState};
 use crate::queue::Kinds;
 use crate::request::{Preparation, Time};
 use crate::sequence::Sequence;
@@ -65,8 +65,8 @@ impl Scheduler {
         }
     }
 
-    fn waiting_by_state(&self) -> [usize; STATES] {
-        let mut by_state = [0; STATES];
+    fn waiting_by_state(&self) -> [usize; TimelineState::COUNT] {
+        let mut by_state = [0; TimelineState::COUNT];
         let Kinds { returning, swapped, on_parent, on_session, preparing, .. } = self.waiting.kinds();
         by_state[TimelineState::WaitFork as usize] = on_parent;
         by_state[TimelineState::WaitSession as usize] = on_session;

@@ -2,7 +2,7 @@
 
 use super::Sequence;
 use super::phase::Stage;
-use crate::memory::{Computed, TAKERS};
+use crate::memory::{Computed, Taker};
 use crate::request::Time;
 
 /// A sequence's run since it was last admitted.
@@ -15,7 +15,7 @@ pub(super) struct Run {
     /// Cached prompt tokens that the sequence could not share then for lack of a state: those that the tenant may see.
     pub(super) lost_hit_tokens: u32,
     /// Tokens of the session's blocks that were evicted before the sequence was first admitted, by [`Taker`](crate::Taker).
-    pub(super) evicted_for: [u32; TAKERS],
+    pub(super) evicted_for: [u32; Taker::COUNT],
     /// Computed tokens when the sequence was last admitted.
     pub(super) computed_from: u32,
     /// Tokens with lost KV, which the sequence must recompute.
@@ -33,7 +33,7 @@ impl Sequence {
     }
 
     /// Records how many of the session's blocks, of `size` tokens, were evicted before the sequence was first admitted.
-    pub(crate) fn note_evicted(&mut self, blocks: [u32; TAKERS], size: u32) {
+    pub(crate) fn note_evicted(&mut self, blocks: [u32; Taker::COUNT], size: u32) {
         self.run.evicted_for = blocks.map(|blocks| blocks.saturating_mul(size));
     }
 

@@ -14,7 +14,7 @@ use super::line::{Key, Line, SessionWait};
 use super::reloads::{self, Reload, Reloads};
 use super::session::{Session, SessionId, SessionRef, State, Wait};
 use crate::memory::{EvictionClass, Kv};
-use crate::request::{SeqId, TIERS, Tier, Time};
+use crate::request::{SeqId, Tier, Time};
 use crate::step_time::StepModel;
 use std::collections::BTreeSet;
 
@@ -44,7 +44,7 @@ pub(crate) struct Sessions {
     /// Whether the line goes by tenant.
     by_tenant: bool,
     /// Blocks of the contexts of active sessions, by tier.
-    loads: [u32; TIERS],
+    loads: [u32; Tier::COUNT],
     /// Active sessions without requests, the one that is expected to stay quiet for the longest time at the front.
     quiet: BTreeSet<(Time, SessionId)>,
     /// Active sessions without requests, and those with requests, by the beginning of their turn.
@@ -65,7 +65,7 @@ impl Sessions {
             directory: Directory::default(),
             answers: Answers::default(),
             by_tenant,
-            loads: [0; TIERS],
+            loads: [0; Tier::COUNT],
             quiet: BTreeSet::new(),
             turns: BTreeSet::new(),
             busy: BTreeSet::new(),
@@ -248,7 +248,7 @@ impl Sessions {
 
     /// Panics unless the orders agree with the sessions. `requests` is the number of requests that wait for turns.
     pub(crate) fn check(&self, requests: usize) {
-        let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting, mut forks) = ([0; TIERS], 0, 0, 0, 0, 0, 0);
+        let (mut loads, mut quiet, mut busy, mut leaving, mut line, mut waiting, mut forks) = ([0; Tier::COUNT], 0, 0, 0, 0, 0, 0);
         for (id, session) in self.directory.iter() {
             session.check();
             waiting += session.waiting().len();

@@ -25,9 +25,6 @@ named_enum! {
     }
 }
 
-/// Number of takers.
-pub(crate) const TAKERS: usize = Taker::NAMES.len();
-
 /// To whom a named block belongs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Owner {
@@ -57,7 +54,7 @@ struct Owned {
     /// Cached blocks that belong to the owner.
     blocks: u32,
     /// Blocks that were evicted, by [`Taker`].
-    evicted: [u32; TAKERS],
+    evicted: [u32; Taker::COUNT],
     ended: bool,
 }
 
@@ -91,7 +88,7 @@ impl BlockPool {
     }
 
     /// The owner's blocks that were evicted since the last call, by [`Taker`].
-    pub(crate) fn take_evicted(&mut self, owner: CacheOwner) -> [u32; TAKERS] {
+    pub(crate) fn take_evicted(&mut self, owner: CacheOwner) -> [u32; Taker::COUNT] {
         std::mem::take(&mut self.owners.list[owner.0 as usize].evicted)
     }
 
