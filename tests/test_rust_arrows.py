@@ -48,9 +48,10 @@ LAYERS = {
     ],
     "gpu": [],
     "python": [
+        {"errors"},
         {"copied"},
-        {"buffers", "errors", "policy", "reports", "request", "threads", "work"},
-        {"arbiter", "kv_budget", "router"},
+        {"buffers", "policy", "reports", "request", "threads", "work"},
+        {"arbiter", "kv_budget", "once", "router"},
         {"settings"},
         {"caches", "grammar", "linear", "scheduler", "simulate"},
         {"decoder", "encoder", "replay", "shadow", "simulate_sessions"},

@@ -9,9 +9,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::caches::{KvCache, StateCache, no_memory};
-use crate::copied::{Copied, numbers};
-use crate::errors::{invalid, taken, unknown};
+use crate::copied::{Copied, numbers, write};
+use crate::errors::{invalid, unknown};
 use crate::linear::{Adapter, Taken, isa_of};
+use crate::once::Once;
 use crate::threads::{ThreadPool, lock, started};
 
 /// The instruction sets that the kernels can use on this machine. The first is the fastest.
@@ -63,12 +64,12 @@ pub(crate) fn provide_grid(kind: u32, values: PyReadonlyArray1<'_, i8>) -> PyRes
 
 /// One block of a decoder. The decoder takes ownership of it.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct DecoderBlock(Mutex<Option<cpu::Block>>);
+pub(crate) struct DecoderBlock(Once<cpu::Block>);
 
 impl DecoderBlock {
     fn of(input: cpu::Input, kind: cpu::BlockKind, post_norm: Option<Copied<f32>>, residual_scale: f32, stream_scale: f32) -> Self {
         let post_norm = numbers(post_norm);
-        Self(Mutex::new(Some(cpu::Block { input, kind, post_norm, residual_scale, stream_scale })))
+        Self(Once::new(cpu::Block { input, kind, post_norm, residual_scale, stream_scale }))
     }
 }
 
@@ -186,7 +187,7 @@ impl DecoderBlock {
     ) -> PyResult<Self> {
         let kind = match heads {
             None => cpu::RecurrentKind::Convolution,
-            Some(heads) => cpu::RecurrentKind::Heads(Box::new(lock(&heads.0).take().ok_or_else(|| taken("blocks"))?)),
+            Some(heads) => cpu::RecurrentKind::Heads(Box::new(heads.0.take("these blocks belong")?)),
         };
         let recurrent = cpu::Recurrent { in_proj: in_proj.0, taps: taps.0, bias: numbers(bias), kind, out_proj: out_proj.0, layer };
         Ok(Self::of(input_of(Some(norm), false), cpu::BlockKind::Recurrent(recurrent), None, residual_scale, 1.0))
@@ -284,7 +285,7 @@ impl DecoderBlock {
 
 /// The heads of a recurrent block, which takes ownership of them.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct RecurrentHeads(Mutex<Option<cpu::Heads>>);
+pub(crate) struct RecurrentHeads(Once<cpu::Heads>);
 
 #[pymethods]
 impl RecurrentHeads {
@@ -309,7 +310,7 @@ impl RecurrentHeads {
         };
         let (rates, step_bias, norm) = (rates.0, step_bias.0, norm.0);
         let heads = cpu::Heads { count, groups, key_size, value_size, tiled, rates, step_bias, rule, norm, norm_group };
-        Self(Mutex::new(Some(heads)))
+        Self(Once::new(heads))
     }
 }
 
@@ -364,8 +365,7 @@ impl Decoder {
             embedding_scale,
             final_softcap,
         };
-        let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
-        let blocks = blocks.ok_or_else(|| taken("blocks"))?;
+        let blocks = blocks.iter().map(|block| block.0.take("these blocks belong")).collect::<PyResult<_>>()?;
         let embedding = embedding.map(|table| table.0.into_matrix());
         let layer_embeddings = layer_embeddings.map(|(table, projection, norm)| {
             let (table, projection, norm) = (table.0.into_matrix(), projection.0, norm.0);
@@ -441,7 +441,7 @@ impl Decoder {
 
     /// Adds an adapter and returns its number.
     fn add_adapter(&self, adapter: &Adapter) -> PyResult<usize> {
-        lock(&self.0).add_adapter(adapter.take()?).map_err(invalid)
+        lock(&self.0).add_adapter(adapter.0.take("this adapter belongs")?).map_err(invalid)
     }
 
     /// Removes an adapter.
@@ -450,20 +450,12 @@ impl Decoder {
     }
 
     /// Writes the last step's logits for the tokens at indices `at` to `out` [at, vocabulary].
-    ///
-    /// Numpy's borrow flags prevent other Rust code from using `out` meanwhile.
-    fn logits(&self, py: Python<'_>, at: Copied<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
-        let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("logits cannot be written: {error}")))?;
-        let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("logits need a C-contiguous float32 array"))?;
-        py.detach(|| lock(&self.0).logits(&at.0, out));
-        Ok(())
+    fn logits(&self, at: Copied<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
+        write(out, "logits", |out| lock(&self.0).logits(&at.0, out))
     }
 
     /// Writes the last step's normalised hidden states of the tokens at indices `at`, scaled to length 1, to `out` [at, hidden size].
-    fn states(&self, py: Python<'_>, at: Copied<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
-        let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("states cannot be written: {error}")))?;
-        let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("states need a C-contiguous float32 array"))?;
-        py.detach(|| lock(&self.0).states(&at.0, out));
-        Ok(())
+    fn states(&self, at: Copied<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
+        write(out, "states", |out| lock(&self.0).states(&at.0, out))
     }
 }

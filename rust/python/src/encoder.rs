@@ -3,13 +3,13 @@
 use std::sync::Mutex;
 
 use chairlift_cpu as cpu;
-use numpy::{PyArray2, PyArrayMethods, PyUntypedArrayMethods};
-use pyo3::exceptions::PyValueError;
+use numpy::{PyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-use crate::copied::{Copied, numbers};
-use crate::errors::{invalid, taken, unknown};
+use crate::copied::{Copied, numbers, write};
+use crate::errors::{invalid, unknown};
 use crate::linear::Taken;
+use crate::once::Once;
 use crate::threads::{lock, started};
 
 /// Weight of a norm, and the bias of a layer norm.
@@ -27,12 +27,12 @@ fn norm_of(norm: Option<NormArgs>) -> Option<cpu::Norm> {
 
 /// One block of an encoder. The encoder takes ownership of it.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct EncoderBlock(Mutex<Option<cpu::EncoderBlock>>);
+pub(crate) struct EncoderBlock(Once<cpu::EncoderBlock>);
 
 impl EncoderBlock {
     fn of(kind: cpu::EncoderBlockKind, norms: BlockNorms) -> Self {
         let (input_norm, output_norm, sum_norm) = (norm_of(norms.0), norm_of(norms.1), norm_of(norms.2));
-        Self(Mutex::new(Some(cpu::EncoderBlock { kind, input_norm, output_norm, sum_norm })))
+        Self(Once::new(cpu::EncoderBlock { kind, input_norm, output_norm, sum_norm }))
     }
 }
 
@@ -120,8 +120,7 @@ impl Encoder {
             "mean" => cpu::Pooling::Mean,
             _ => return Err(unknown("pooling", pooling)),
         };
-        let blocks = blocks.iter().map(|block| lock(&block.0).take()).collect::<Option<_>>();
-        let blocks = blocks.ok_or_else(|| taken("blocks"))?;
+        let blocks = blocks.iter().map(|block| block.0.take("these blocks belong")).collect::<PyResult<_>>()?;
         let embeddings = cpu::Embeddings {
             tokens: tokens.0.into_matrix(),
             positions: numbers(positions),
@@ -156,18 +155,9 @@ impl Encoder {
     }
 
     /// Writes the results of texts to `out` [texts, width]. Text i has the ids from `starts[i]` to `starts[i + 1]`.
-    ///
-    /// Numpy's borrow flags prevent other Rust code from using `out` meanwhile.
-    fn embed(
-        &self,
-        py: Python<'_>,
-        ids: Copied<i32>,
-        types: Copied<i32>,
-        starts: Copied<i32>,
-        out: &Bound<'_, PyArray2<f32>>,
-    ) -> PyResult<()> {
+    fn embed(&self, ids: Copied<i32>, types: Copied<i32>, starts: Copied<i32>, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
         let (ids, types, starts) = (ids.0, types.0, starts.0);
-        self.write(py, out, starts.len().wrapping_sub(1), |encoder, out| encoder.embed(&ids, &types, &starts, out))
+        self.write(out, starts.len().wrapping_sub(1), |encoder, out| encoder.embed(&ids, &types, &starts, out))
     }
 
     /// The number of blocks.
@@ -182,8 +172,8 @@ impl Encoder {
     }
 
     /// Computes the rest of a text and writes its result to `out` [1, width]. The text is then as new.
-    fn finish(&self, py: Python<'_>, text: &PartialText, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
-        self.write(py, out, 1, |encoder, out| encoder.finish(&mut lock(&text.0), out))
+    fn finish(&self, text: &PartialText, out: &Bound<'_, PyArray2<f32>>) -> PyResult<()> {
+        self.write(out, 1, |encoder, out| encoder.finish(&mut lock(&text.0), out))
     }
 }
 
@@ -191,22 +181,19 @@ impl Encoder {
     /// Has `compute` write the results of texts to `out`.
     fn write(
         &self,
-        py: Python<'_>,
         out: &Bound<'_, PyArray2<f32>>,
         texts: usize,
         compute: impl FnOnce(&mut cpu::Encoder, &mut [f32]) -> Result<(), cpu::TextError> + Send,
     ) -> PyResult<()> {
         let [rows, width] = [out.shape()[0], out.shape()[1]];
-        let mut out = out.try_readwrite().map_err(|error| PyValueError::new_err(format!("embeddings cannot be written: {error}")))?;
-        let out = out.as_slice_mut().map_err(|_| PyValueError::new_err("embeddings need a C-contiguous float32 array"))?;
-        let written = py.detach(|| {
+        let written = write(out, "embeddings", |out| {
             let mut encoder = lock(&self.0);
             if rows != texts || width != encoder.width() {
                 return Err(format!("there must be a row of {} numbers for each text", encoder.width()));
             }
             compute(&mut encoder, out).map_err(|error| error.to_string())
         });
-        written.map_err(PyValueError::new_err)
+        written?.map_err(invalid)
     }
 }
 

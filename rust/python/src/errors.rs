@@ -28,11 +28,6 @@ pub(crate) fn unknown(what: &str, name: &str) -> PyErr {
     PyValueError::new_err(format!("no {what} is called {name:?}"))
 }
 
-/// A `ValueError` for blocks or weights that a model has taken.
-pub(crate) fn taken(what: &str) -> PyErr {
-    PyValueError::new_err(format!("these {what} belong to a model already"))
-}
-
 /// A `ValueError` with the message of an error.
 pub(crate) fn invalid(error: impl ToString) -> PyErr {
     PyValueError::new_err(error.to_string())

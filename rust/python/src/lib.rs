@@ -13,6 +13,7 @@ mod errors;
 mod grammar;
 mod kv_budget;
 mod linear;
+mod once;
 mod policy;
 mod replay;
 mod reports;

@@ -11,7 +11,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::copied::Copied;
-use crate::errors::{invalid, taken, unknown};
+use crate::errors::{invalid, unknown};
+use crate::once::Once;
 use crate::threads::{lock, started};
 
 /// An open file with weights, which are read while they are packed.
@@ -28,7 +29,7 @@ impl TensorFile {
 
 /// The weights of a linear layer, packed for this processor.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Linear(Mutex<Option<cpu::Linear>>);
+pub(crate) struct Linear(Once<cpu::Linear>);
 
 #[pymethods]
 impl Linear {
@@ -59,14 +60,7 @@ impl Linear {
             matrix.map(|matrix| cpu::Linear::new(matrix, bias.as_ref().map(|bias| &*bias.0))).map_err(invalid)
         });
         let raised = || tensors.iter().flatten().find_map(|tensor| tensor.2.raised());
-        linear.map_err(|error| raised().unwrap_or(error)).map(|linear| Self(Mutex::new(Some(linear))))
-    }
-}
-
-impl Linear {
-    /// Takes the packed weights. Only one model can take them.
-    pub(crate) fn take(&self) -> PyResult<cpu::Linear> {
-        lock(&self.0).take().ok_or_else(|| taken("weights"))
+        linear.map_err(|error| raised().unwrap_or(error)).map(|linear| Self(Once::new(linear)))
     }
 }
 
@@ -77,7 +71,7 @@ impl FromPyObject<'_, '_> for Taken {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        object.cast::<Linear>()?.get().take().map(Self)
+        object.cast::<Linear>()?.get().0.take("these weights belong").map(Self)
     }
 }
 
@@ -136,14 +130,7 @@ type LayerUpdates<'py> = Vec<Option<UpdateArgs<'py>>>;
 
 /// A `LoRA` adapter, packed for this processor.
 #[pyclass(frozen, module = "chairlift._core")]
-pub(crate) struct Adapter(Mutex<Option<cpu::Adapter>>);
-
-impl Adapter {
-    /// Takes the packed adapter. Only one model can take it.
-    pub(crate) fn take(&self) -> PyResult<cpu::Adapter> {
-        lock(&self.0).take().ok_or_else(|| PyValueError::new_err("this adapter belongs to a model already"))
-    }
-}
+pub(crate) struct Adapter(pub(crate) Once<cpu::Adapter>);
 
 #[pymethods]
 impl Adapter {
@@ -159,7 +146,7 @@ impl Adapter {
             let blocks = blocks.iter().map(|[first, second]| Ok([pack(first)?, pack(second)?])).collect::<Result<_, cpu::PackError>>();
             blocks.map(cpu::Adapter::new).map_err(invalid)
         });
-        packed.map(|adapter| Self(Mutex::new(Some(adapter))))
+        packed.map(|adapter| Self(Once::new(adapter)))
     }
 }
 
