@@ -21,8 +21,7 @@ impl Kv {
         if !self.states.exists() {
             return kept;
         }
-        let has_state = |&name: &BlockHash| self.pool.kept_content(name).is_some_and(|content| self.states.find(content).is_some());
-        names[found..found + kept].iter().rposition(has_state).map_or(0, |last| last + 1)
+        self.resumable(names[found..found + kept].iter().map(|&name| self.pool.kept_content(name)))
     }
 
     /// Reads evicted blocks that a waiting sequence can share back from host memory into free cached blocks, at most `most` in this plan.

@@ -102,7 +102,7 @@ impl Kv {
         let names = blocks.names.get(..whole).unwrap_or_default();
         blocks.chain = self.pool.find(&blocks.scope, names, tokens, &mut found);
         let mut contents = self.contents(&found);
-        let usable = self.resumable(&contents);
+        let usable = self.resumable(contents.iter().copied().map(Some));
         let used = found.iter().take_while(|&&id| self.pool.is_used_by(id, blocks.user)).count();
         let tokens_of = |blocks: usize| blocks.saturating_sub(usable) as u32 * self.block_size;
         let lost = LostHit { tokens: tokens_of(found.len()), own: tokens_of(used) };
@@ -150,9 +150,10 @@ impl Kv {
         }
     }
 
-    /// Number of leading blocks up to the last one after which a state is saved.
-    fn resumable(&self, contents: &[Content]) -> usize {
-        contents.iter().rposition(|&content| self.states.find(content).is_some()).map_or(0, |last| last + 1)
+    /// Number of leading blocks with these contents, those that are cached, up to the last one after which a state is saved.
+    pub(super) fn resumable(&self, mut contents: impl DoubleEndedIterator<Item = Option<Content>> + ExactSizeIterator) -> usize {
+        let has_state = |content: Option<Content>| content.is_some_and(|content| self.states.find(content).is_some());
+        contents.rposition(has_state).map_or(0, |last| last + 1)
     }
 
     /// Number of leading blocks of `cached` ones with these names that a sequence can share: all, or those up to the last one after which
@@ -161,8 +162,7 @@ impl Kv {
         if !self.states.exists() {
             return cached;
         }
-        let has_state = |&name: &BlockHash| self.pool.content_of(name).is_some_and(|content| self.states.find(content).is_some());
-        names[..cached].iter().rposition(has_state).map_or(0, |last| last + 1)
+        self.resumable(names[..cached].iter().map(|&name| self.pool.content_of(name)))
     }
 
     /// Sets the chain of cached blocks of a waiting sequence, and how many of them it could share.
@@ -176,7 +176,7 @@ impl Kv {
 
     /// Number of computed tokens of a sequence that a preemption would not lose, if it lost the blocks now.
     pub(crate) fn kept_tokens(&self, blocks: &SeqBlocks) -> u32 {
-        blocks.state.as_ref().map_or(0, |state| self.resumable(&state.contents) as u32 * self.block_size)
+        blocks.state.as_ref().map_or(0, |state| self.resumable(state.contents.iter().copied().map(Some)) as u32 * self.block_size)
     }
 
     /// Whether a preempted sequence's state can stay in its slot, or another state of a running one be kept, beside the states of `running`
