@@ -5,11 +5,14 @@
 //! instructions with; with `-- --waiting POLICY` it prints the median times of
 //! a step while few and while many wait.
 
-use chairlift_core::{Config, Fcfs, Outputs, Policy, Request, Scheduler, StepBuffers};
+#[path = "../rust/core/tests/step_arrays/mod.rs"]
+mod step_arrays;
+
+use chairlift_core::{Config, Fcfs, Outputs, Policy, Request, Scheduler};
 use criterion::{BenchmarkId, Criterion};
-use std::cell::Cell;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
+use step_arrays::StepArrays;
 
 const BLOCK_SIZE: u32 = 16;
 const CONTEXT: u32 = 500;
@@ -47,7 +50,7 @@ enum Arrivals {
 
 struct World {
     scheduler: Scheduler,
-    arrays: Vec<Vec<i32>>,
+    arrays: StepArrays,
     outputs: Outputs,
     sampled: Vec<i32>,
     tag: u64,
@@ -68,13 +71,11 @@ impl World {
             scheduling_policy: case.policy,
             ..Config::default()
         };
-        let (tokens, seqs) = (MAX_TOKENS as usize, max_seqs as usize);
-        let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, seqs * blocks as usize];
         let mut world = Self {
             scheduler: Scheduler::new(config).expect("a sound config"),
-            arrays: lens.iter().map(|&len| vec![0; len]).collect(),
+            arrays: StepArrays::new(&config),
             outputs: Outputs::default(),
-            sampled: vec![7; tokens],
+            sampled: vec![7; MAX_TOKENS as usize],
             tag: 0,
         };
         for i in 0..case.running {
@@ -128,26 +129,7 @@ impl World {
 
     fn step(&mut self) {
         let plan = self.scheduler.plan(0).expect("something to run");
-        let mut arrays = self.arrays.iter_mut().map(|array| Cell::from_mut(array.as_mut_slice()).as_slice_of_cells());
-        let mut next = || arrays.next().expect("ten arrays");
-        let buffers = StepBuffers {
-            input_ids: next(),
-            positions: next(),
-            slot_mapping: next(),
-            query_starts: next(),
-            context_lens: next(),
-            batch_slots: next(),
-            sample_at: next(),
-            sample_slots: next(),
-            copies: next(),
-            block_tables: next(),
-            table_writes: &[],
-            state_slots: &[],
-            state_copies: &[],
-            state_saves: &[],
-            max_blocks: (MAX_MODEL_LEN / BLOCK_SIZE) as usize,
-        };
-        black_box(plan.fill(&self.scheduler, &buffers));
+        black_box(self.arrays.fill(&self.scheduler, &plan));
         self.scheduler.commit(plan, &self.sampled, 0, &mut self.outputs);
         black_box(&self.outputs);
     }

@@ -1,7 +1,9 @@
 //! A steady decode step does not allocate in planning, in filling the buffers or in committing, with any feature enabled.
 
-use chairlift_core::{Config, Outputs, POLICIES, Request, Scheduler, StepBuffers, StepPlan};
-use std::cell::Cell;
+mod step_arrays;
+
+use chairlift_core::{Config, Outputs, POLICIES, Request, Scheduler};
+use step_arrays::StepArrays;
 
 const ROWS: u32 = 64;
 const WAITING: u32 = 100_000;
@@ -11,7 +13,7 @@ const FAR: u64 = 1 << 50;
 
 struct World {
     scheduler: Scheduler,
-    arrays: [Vec<i32>; 13],
+    arrays: StepArrays,
     sampled: Vec<i32>,
     outputs: Outputs,
     now: u64,
@@ -19,14 +21,10 @@ struct World {
 
 impl World {
     fn new(config: Config) -> Self {
-        let (tokens, seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
-        let tables = seqs * config.max_blocks_per_seq() as usize;
-        let states = config.state_slots as usize;
-        let lens = [tokens, tokens, tokens, seqs + 1, seqs, seqs, tokens, tokens, 2 * seqs, tables, seqs, 2 * seqs, 3 * states];
         Self {
             scheduler: Scheduler::new(config).expect("a sound config"),
-            arrays: lens.map(|len| vec![0; len]),
-            sampled: vec![7; tokens],
+            arrays: StepArrays::new(&config),
+            sampled: vec![7; config.max_num_batched_tokens as usize],
             outputs: Outputs::default(),
             now: 0,
         }
@@ -56,33 +54,9 @@ impl World {
         let mut late = Vec::new();
         self.scheduler.expire(self.now, &mut late);
         let Some(plan) = self.scheduler.plan(self.now) else { return false };
-        self.fill(&plan);
+        assert_eq!(self.arrays.fill(&self.scheduler, &plan).seqs, plan.chunks.len());
         self.scheduler.commit(plan, &self.sampled, self.now + 900, &mut self.outputs);
         true
-    }
-
-    fn fill(&mut self, plan: &StepPlan) {
-        let max_blocks = self.scheduler.config().max_blocks_per_seq() as usize;
-        let mut arrays = self.arrays.iter_mut();
-        let mut next = || Cell::from_mut(arrays.next().expect("an array for each field").as_mut_slice()).as_slice_of_cells();
-        let buffers = StepBuffers {
-            input_ids: next(),
-            positions: next(),
-            slot_mapping: next(),
-            query_starts: next(),
-            context_lens: next(),
-            batch_slots: next(),
-            sample_at: next(),
-            sample_slots: next(),
-            copies: next(),
-            block_tables: next(),
-            table_writes: &[],
-            state_slots: next(),
-            state_copies: next(),
-            state_saves: next(),
-            max_blocks,
-        };
-        assert_eq!(plan.fill(&self.scheduler, &buffers).seqs, plan.chunks.len());
     }
 }
 
