@@ -1084,13 +1084,14 @@ class ThreadPool:
         top_k: NDArray[np.int64],
         top_p: NDArray[np.float64],
         min_p: NDArray[np.float64],
-        uniforms: NDArray[np.float64],
+        seeds: NDArray[np.uint64],
+        positions: NDArray[np.int32],
     ) -> bytes:
         """Draws a token for each row of logits [N, vocabulary]: int32 [N], -1 if a logit is NaN or the best is not finite.
 
         Temperature 0 takes the first of the most likely tokens. Otherwise tokens are sorted, most likely first, ties by id. top-k (0: all),
-        then top-p and min-p select tokens, and `uniforms` in [0, 1) are positions in their cumulative distribution. Runs without the GIL:
-        the logits must not be written meanwhile. Raises ValueError for other shapes.
+        then top-p and min-p select tokens, and a uniform number that depends only on the row's seed and position inverts their cumulative
+        distribution. Runs without the GIL: the logits must not be written meanwhile. Raises ValueError for other shapes.
         """
 
     def score(self, logits: NDArray[np.float32], tokens: NDArray[np.int64], count: int) -> bytes:

@@ -2,6 +2,7 @@
 
 mod draw;
 mod score;
+mod uniform;
 
 use std::sync::OnceLock;
 
@@ -9,6 +10,7 @@ use crate::pool::ThreadPool;
 
 pub use draw::{Draw, choose};
 pub use score::{Score, score};
+pub use uniform::uniform;
 
 /// Logits that are processed at once. Their intermediate results stay in the L1 cache.
 const BLOCK: usize = 1024;

@@ -34,7 +34,7 @@ impl ThreadPool {
     }
 
     /// Samples a token for each row of logits.
-    #[pyo3(signature = (logits, temperature, top_k, top_p, min_p, uniforms))]
+    #[pyo3(signature = (logits, temperature, top_k, top_p, min_p, seeds, positions))]
     fn choose<'py>(
         &self,
         py: Python<'py>,
@@ -43,12 +43,13 @@ impl ThreadPool {
         top_k: Copied<i64>,
         top_p: Copied<f64>,
         min_p: Copied<f64>,
-        uniforms: Copied<f64>,
+        seeds: Copied<u64>,
+        positions: Copied<i32>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let rows = rows(&logits)?;
         let (Copied(temperature), Copied(top_k), Copied(top_p)) = (temperature, top_k, top_p);
-        let (Copied(min_p), Copied(uniforms)) = (min_p, uniforms);
-        if [temperature.len(), top_k.len(), top_p.len(), min_p.len(), uniforms.len()] != [rows; 5] {
+        let (Copied(min_p), Copied(seeds), Copied(positions)) = (min_p, seeds, positions);
+        if [temperature.len(), top_k.len(), top_p.len(), min_p.len(), seeds.len(), positions.len()] != [rows; 6] {
             return Err(PyValueError::new_err(format!("there must be {rows} settings of each kind, one a row of the logits")));
         }
         let draws: Vec<Draw> = (0..rows)
@@ -57,7 +58,7 @@ impl ThreadPool {
                 top_k: usize::try_from(top_k[i]).unwrap_or(0),
                 top_p: top_p[i],
                 min_p: min_p[i],
-                uniform: uniforms[i],
+                uniform: cpu::sample::uniform(seeds[i], positions[i] as u64),
             })
             .collect();
         let logits = numbers(&logits)?;
