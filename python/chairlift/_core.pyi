@@ -897,7 +897,7 @@ class DecoderBlock:
         scale: float,
         gated: bool = False,
         temperature: tuple[float, int] | None = None,
-        qk_norm: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        qk_norm: tuple[_StreamNorm, _StreamNorm] | None = None,
         rotated_first: bool = False,
         value_norm: NDArray[np.float32] | None = None,
         rope: int | None = None,
@@ -912,11 +912,11 @@ class DecoderBlock:
         Without a `norm` it reads the residual stream itself; a weight and a bias are those of a layer norm. `kv` is the part of the KV
         cache, the layer in that part, and whether an earlier block writes the layer: then there are only queries. With `gated` the last
         rows of `qkv_proj` are gates, whose sigmoids multiply the outputs. `qk_norm` and `value_norm` are norms of each head's queries and
-        keys, which may be `rotated_first`, and of its values. `rope` is the index of the decoder's rotary embedding (None: no positions). A
-        `softcap` c maps scores x to c * tanh(x / c). A token sees `window` tokens, itself included. `sinks` are, for each head, the score
-        of a token without a value that all tokens see. `temperature` (b, n) multiplies the query at position p by 1 + b * ln(1 + floor(p /
-        n)). `post_norm` is applied to the output, which is then multiplied by `residual_scale`. Raises ValueError for a layer that another
-        block owns.
+        keys, which may be `rotated_first`, and of its values; with a weight for each number, all heads are normalised together, or each by
+        a layer norm. `rope` is the index of the decoder's rotary embedding (None: no positions). A `softcap` c maps scores x to c * tanh(x
+        / c). A token sees `window` tokens, itself included. `sinks` are, for each head, the score of a token without a value that all
+        tokens see. `temperature` (b, n) multiplies the query at position p by 1 + b * ln(1 + floor(p / n)). `post_norm` is applied to the
+        output, which is then multiplied by `residual_scale`. Raises ValueError for a layer that another block owns.
         """
 
     @staticmethod
@@ -975,9 +975,10 @@ class DecoderBlock:
     ) -> DecoderBlock:
         """Creates down_proj(activation(gate) * up); the activation is silu or gelu_tanh, `gate_up_proj` is gated.
 
-        With the activation relu2 there is no gate: down_proj(max(up, 0) ** 2), and `gate_up_proj` is up_proj.
+        With the activations relu, relu2 (max(up, 0) ** 2), gelu and gelu_new there is no gate, and `gate_up_proj` is up_proj.
 
-        If it is `parallel`, it reads what the block before it reads, which is one of attention without `post_norm`, and has no `norm`.
+        If it is `parallel`, it reads what the block before it reads, which is one of attention without `post_norm`; with a `norm`, the
+        residual stream that that one reads.
         The sum of output and residual stream is multiplied by `stream_scale`. The rest is as in `attention`.
         """
 
@@ -1119,13 +1120,15 @@ class Decoder:
         rms_norm_eps: float,
         ropes: Sequence[tuple[NDArray[np.float32], float]],
         threads: int,
+        positions: NDArray[np.float32] | None = None,
         embedding_scale: float = 1.0,
         final_softcap: float | None = None,
     ) -> Decoder:
         """Takes ownership of the blocks. Without an `embedding`, embeddings are the rows of the head.
 
         `kv_heads` are the number and the size of the heads in each part of the KV cache, and the size of values that are parts of keys.
-        `layer_embeddings` are the table, the projection and the norm of tokens' embeddings for each layer.
+        `layer_embeddings` are the table, the projection and the norm of tokens' embeddings for each layer. `positions` [positions * hidden
+        size] are added to the embeddings of tokens.
 
         Each rotary embedding has the radians per position of the rotated pairs, which may be fewer than half of a head's numbers, and the
         factor of cosines and sines. All weights must be packed for one instruction set, which the decoder uses. Raises ValueError for

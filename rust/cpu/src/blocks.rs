@@ -25,6 +25,8 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f32,
     /// Rotary embeddings. Attention blocks refer to them by index.
     pub ropes: Vec<Rope>,
+    /// Embeddings of positions, \[positions\]\[hidden size\], which are added to those of tokens (GPT-2).
+    pub positions: Option<Vec<f32>>,
     /// Factor of the embeddings (Gemma, Granite).
     pub embedding_scale: f32,
     /// The cap c if a logit x is replaced by `c * tanh(x / c)` (Gemma 2).
@@ -53,8 +55,9 @@ pub enum Input {
     Stream,
     /// The normalised residual stream.
     Normed(Norm),
-    /// What the block before it reads, which is one of attention without an output norm (Cohere).
-    Before,
+    /// What the block before it reads, which is one of attention without an output norm (Cohere). With a norm: the residual stream that
+    /// the block before it reads, normalised (GPT-NeoX).
+    Before(Option<Norm>),
 }
 
 /// The computation of a block.
@@ -85,8 +88,9 @@ pub struct SelfAttention {
     pub kv: KvPlace,
     /// `o_proj`.
     pub o_proj: Linear,
-    /// Weights of the query norm and the key norm, which apply to each head (Qwen 3, Gemma 3) or to all heads together (`OLMoE`).
-    pub qk_norm: Option<[Vec<f32>; 2]>,
+    /// The query norm and the key norm, which apply to each head (Qwen 3, Gemma 3) or to all heads together (`OLMoE`). Layer norms apply to
+    /// each head, whose weights may be its own (Command R+).
+    pub qk_norm: Option<[Norm; 2]>,
     /// Whether queries and keys are rotated before they are normalised (Hunyuan).
     pub rotated_first: bool,
     /// Weight of the norm of each head's values (Gemma 4).
@@ -125,11 +129,24 @@ impl DecoderConfig {
     }
 }
 
+impl Input {
+    /// The norm of the input.
+    pub(crate) fn norm(&self) -> Option<&Norm> {
+        match self {
+            Self::Normed(norm) => Some(norm),
+            Self::Before(norm) => norm.as_ref(),
+            Self::Stream => None,
+        }
+    }
+}
+
 impl Block {
     pub(crate) fn check(&self, isa: Isa, config: &DecoderConfig) -> Result<(), ShapeError> {
         let hidden = config.hidden_size;
-        let fits = if let Input::Normed(norm) = &self.input { norm.fits(hidden) } else { true };
-        check(fits && self.post_norm.as_ref().is_none_or(|norm| norm.len() == hidden), "norms")?;
+        check(
+            self.input.norm().is_none_or(|norm| norm.fits(hidden)) && self.post_norm.as_ref().is_none_or(|norm| norm.len() == hidden),
+            "norms",
+        )?;
         check(self.residual_scale.is_finite(), "residual scales")?;
         let scalable = self.post_norm.is_some() || self.stream_scale.to_bits() == 1.0_f32.to_bits();
         check(self.stream_scale.is_finite() && scalable, "scales of the residual stream")?;
@@ -143,9 +160,9 @@ impl Block {
         }
     }
 
-    /// Whether it reads what the block before it reads.
-    pub(crate) fn reads_before(&self) -> bool {
-        matches!(self.input, Input::Before)
+    /// What it reads, if the block before it must keep that.
+    pub(crate) fn kept_input(&self) -> Option<&Input> {
+        matches!(self.input, Input::Before(_)).then_some(&self.input)
     }
 
     /// The block's first and second linear layer, which adapters can update. `None` for other blocks than ordinary attention and MLPs.
@@ -231,7 +248,10 @@ impl SelfAttention {
         check(self.kv.cache < config.kv_heads.len(), "KV caches")?;
         let (hidden, head_dim) = (config.hidden_size, config.kv_heads[self.kv.cache].head_dim);
         let (queries, kv) = self.widths(config);
-        let fits = |[query, key]: &[Vec<f32>; 2]| [(head_dim, head_dim), (queries, kv)].contains(&(query.len(), key.len()));
+        let fits = |[query, key]: &[Norm; 2]| {
+            let sizes = (query.weight.len(), key.weight.len());
+            [(head_dim, head_dim), (queries, kv)].contains(&sizes) && query.fits(sizes.0) && key.fits(sizes.1)
+        };
         check(self.qk_norm.as_ref().is_none_or(fits), "norms of queries and keys")?;
         check(!self.gated || queries.is_multiple_of(16), "gates of attention")?;
         check(self.value_norm.as_ref().is_none_or(|norm| norm.len() == head_dim), "norms of values")?;

@@ -62,6 +62,7 @@ impl Decoder {
         config.check()?;
         blocks.iter().try_for_each(|block| block.check(isa, &config))?;
         check(norm.fits(hidden), "norms")?;
+        check(config.positions.as_ref().is_none_or(|rows| rows.len().is_multiple_of(hidden)), "embeddings of positions")?;
         let vocabulary = embedding.as_ref().unwrap_or(&head.matrix).outs;
         for matrix in embedding.iter().chain([&head.matrix]) {
             check(matrix.is(isa, matrix.outs, hidden, Merge::Stacked), "embeddings")?;
@@ -184,7 +185,8 @@ impl Decoder {
             }
         }
         let vocabulary = self.embedding.as_ref().unwrap_or(&self.head.matrix).outs;
-        step.check(vocabulary, caches[0].shape(), &mut self.slots)
+        let positions = self.config.positions.as_ref().map_or(usize::MAX, |rows| rows.len() / self.config.hidden_size);
+        step.check(vocabulary, positions, caches[0].shape(), &mut self.slots)
     }
 
     /// Computes the logits after the tokens at indices `at` of the last step. Writes one row of the head's outputs to `out` for each
@@ -249,8 +251,8 @@ fn check_places(config: &DecoderConfig, blocks: &[Block]) -> Result<(), ShapeErr
 /// Checks that blocks that read what the block before them reads follow attention, which keeps it where outputs are normalised.
 fn check_inputs(blocks: &[Block]) -> Result<(), ShapeError> {
     let keeps = |block: &Block| matches!(block.kind, BlockKind::Attention(_)) && block.post_norm.is_none();
-    let first = blocks.first().is_none_or(|block| !block.reads_before());
-    check(first && blocks.windows(2).all(|pair| !pair[1].reads_before() || keeps(&pair[0])), "inputs of blocks")
+    let first = blocks.first().is_none_or(|block| block.kept_input().is_none());
+    check(first && blocks.windows(2).all(|pair| pair[1].kept_input().is_none() || keeps(&pair[0])), "inputs of blocks")
 }
 
 /// The dimensions of a state, those of the first recurrent layer. `None` if there is none.

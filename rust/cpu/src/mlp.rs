@@ -22,6 +22,10 @@ pub enum Inner {
     Gated(Activation),
     /// The squares of the positive numbers of `up_proj(x)`, and 0 for the others (Nemotron H).
     ReluSquared,
+    /// The positive numbers of `up_proj(x)`, and 0 for the others (OPT).
+    Relu,
+    /// GELU of `up_proj(x)` (GPT-NeoX).
+    Gelu,
     /// GELU of `up_proj(x)`, with the tanh approximation (`StarCoder2`).
     GeluTanh,
 }
@@ -37,6 +41,8 @@ impl Inner {
         match self {
             Self::Gated(activation) => Epilogue::Gate(activation),
             Self::ReluSquared => Epilogue::ReluSquared,
+            Self::Relu => Epilogue::Relu,
+            Self::Gelu => Epilogue::Gelu,
             Self::GeluTanh => Epilogue::GeluTanh,
         }
     }

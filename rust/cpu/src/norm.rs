@@ -20,6 +20,22 @@ impl Norm {
         }
     }
 
+    /// Normalises in place all numbers of `heads` together if there is a weight for each number, else each head of `head_dim` numbers. A
+    /// layer norm always normalises each head.
+    pub(crate) fn apply_to_heads(&self, isa: Isa, eps: f32, head_dim: usize, heads: &mut [f32], spare: &mut Vec<f32>) {
+        let size = if self.bias.is_some() { head_dim } else { self.weight.len() };
+        spare.resize(size, 0.0);
+        for (index, x) in heads.chunks_exact_mut(size).enumerate() {
+            let own = index * size % self.weight.len();
+            let weight = &self.weight[own..own + size];
+            match &self.bias {
+                Some(bias) => isa.run(LayerNorm { x, weight, bias: &bias[own..own + size], eps, out: spare }),
+                None => isa.run(RmsNorm { x, weight, eps, out: spare }),
+            }
+            x.copy_from_slice(spare);
+        }
+    }
+
     pub(crate) fn fits(&self, size: usize) -> bool {
         self.weight.len() == size && self.bias.as_ref().is_none_or(|bias| bias.len() == size)
     }

@@ -141,7 +141,7 @@ impl<'a> Pass<'a> {
             self.embed_layers(worker, spare, own);
         }
         for (index, block) in blocks.iter().enumerate() {
-            let kept = blocks.get(index + 1).is_some_and(Block::reads_before);
+            let kept = blocks.get(index + 1).and_then(Block::kept_input);
             let linears = block.adaptable();
             let deltas = |which: usize| self.adapted?.layer(index, which, &linears?[which].matrix);
             let deltas = [deltas(0), deltas(1)];
@@ -164,8 +164,12 @@ impl<'a> Pass<'a> {
             let (state, mut cos_sin) =
                 unsafe { (self.hidden.write(t * hidden_size, hidden_size), self.cos_sin.write(t * cos_sin_width, cos_sin_width)) };
             table.read_row(step.input_ids[t] as usize, state);
-            for x in state {
+            for x in &mut *state {
                 *x *= embedding_scale;
+            }
+            if let Some(rows) = &self.config.positions {
+                let row = &rows[step.positions[t] as usize * hidden_size..][..hidden_size];
+                state.iter_mut().zip(row).for_each(|(x, position)| *x += position);
             }
             for rope in &self.config.ropes {
                 let (own, others) = cos_sin.split_at_mut(rope.width());
@@ -179,7 +183,7 @@ impl<'a> Pass<'a> {
     fn embed_layers(&self, worker: &mut Worker<'_>, spare: &mut Spare, own: &LayerEmbeddings) {
         let &DecoderConfig { hidden_size, rms_norm_eps: eps, .. } = self.config;
         let (all, width) = (own.table.ins, own.width());
-        self.pack_input(worker, spare, &Input::Stream, &own.projection, None, false);
+        self.pack_input(worker, spare, &Input::Stream, &own.projection, None, None);
         self.multiply(worker, spare, &own.projection, None, self.layer_embeddings, all, Epilogue::Store);
         let Spare { row, normed, .. } = spare;
         row.resize(all, 0.0);
@@ -200,7 +204,7 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// Runs an attention block, whose input is `kept` for the next one.
+    /// Runs an attention block, which keeps the input of the next one if that is one to be `kept`.
     fn attend(
         &self,
         worker: &mut Worker<'_>,
@@ -208,7 +212,7 @@ impl<'a> Pass<'a> {
         block: &Block,
         attention: &SelfAttention,
         deltas: [Option<Deltas<'a>>; 2],
-        kept: bool,
+        kept: Option<&Input>,
     ) {
         let (width, (queries, _)) = (attention.qkv_width(self.config), attention.widths(self.config));
         let (plan, pages) = (&self.plans[attention.kv.cache], self.pages[attention.kv.cache]);
@@ -270,12 +274,15 @@ impl<'a> Pass<'a> {
             turn(heads);
         }
         let (query_heads, keys) = heads.split_at_mut(queries);
-        let [query_norm, key_norm] = attention.qk_norm.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
-        for (heads, weight) in [(query_heads, query_norm), (keys, key_norm), (values, attention.value_norm.as_ref())] {
-            let Some(weight) = weight else { continue };
+        if let Some(norms) = &attention.qk_norm {
+            for (heads, norm) in [query_heads, keys].into_iter().zip(norms) {
+                norm.apply_to_heads(self.isa, eps, pages.shape.head_dim, heads, spare);
+            }
+        }
+        if let Some(weight) = &attention.value_norm {
             spare.resize(weight.len(), 0.0);
-            for x in heads.chunks_exact_mut(weight.len()) {
-                self.isa.run(RmsNorm { x, weight, eps, out: spare });
+            for x in values.chunks_exact_mut(weight.len()) {
+                self.normalise(weight, x, spare);
                 x.copy_from_slice(spare);
             }
         }
@@ -309,7 +316,7 @@ impl<'a> Pass<'a> {
     /// Runs an MLP.
     fn feed(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, mlp: &Mlp, deltas: [Option<Deltas<'a>>; 2]) {
         let inner = mlp.width();
-        self.pack_input(worker, spare, &block.input, &mlp.gate_up_proj, deltas[0], false);
+        self.pack_input(worker, spare, &block.input, &mlp.gate_up_proj, deltas[0], None);
         self.multiply(worker, spare, &mlp.gate_up_proj, deltas[0], self.inner, inner, mlp.inner.epilogue());
         self.add(worker, spare, block, &mlp.down_proj, deltas[1], |t, out| {
             // SAFETY: an earlier phase wrote this row (see `Pass`).
@@ -321,7 +328,7 @@ impl<'a> Pass<'a> {
     fn add_layer_input(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, input: &LayerInput) {
         let width = input.gate.matrix.outs;
         let all = self.own.map_or(0, |own| own.table.ins);
-        self.pack_input(worker, spare, &block.input, &input.gate, None, false);
+        self.pack_input(worker, spare, &block.input, &input.gate, None, None);
         self.multiply(worker, spare, &input.gate, None, self.inner, width, Epilogue::Store);
         self.add(worker, spare, block, &input.projection, None, |t, out| {
             // SAFETY: earlier phases wrote these rows, and only the index that packs the row uses them in this phase (see `Pass`).
@@ -350,7 +357,7 @@ impl<'a> Pass<'a> {
         self.packed.with(deltas).multiply(worker, self.isa, linear, out, stride, epilogue, &mut spare.linear);
     }
 
-    /// Packs the input of a block for `linear`. If it is `kept`, [`Input::Before`] reads it.
+    /// Packs the input of a block for `linear`, and keeps that of the next block if it is one to be `kept`.
     fn pack_input(
         &self,
         worker: &mut Worker<'_>,
@@ -358,14 +365,21 @@ impl<'a> Pass<'a> {
         input: &Input,
         linear: &Linear,
         deltas: Option<Deltas<'a>>,
-        kept: bool,
+        kept: Option<&Input>,
     ) {
         let hidden_size = self.config.hidden_size;
         self.packed.pack(worker, self.isa, linear, &mut spare.linear, |t, out| {
             self.read_input(input, t, out);
-            if kept {
+            if let Some(next) = kept {
                 // SAFETY: only the index that packs the row writes its copy (see `Pass`).
-                unsafe { self.output.write(t * hidden_size, hidden_size) }.copy_from_slice(out);
+                let copy = unsafe { self.output.write(t * hidden_size, hidden_size) };
+                match next.norm() {
+                    // SAFETY: an earlier phase wrote this row (see `Pass`).
+                    Some(norm) => {
+                        norm.apply(self.isa, self.config.rms_norm_eps, unsafe { self.hidden.read(t * hidden_size, hidden_size) }, copy)
+                    }
+                    None => copy.copy_from_slice(out),
+                }
             }
             keep(deltas, t, out);
         });
@@ -374,12 +388,12 @@ impl<'a> Pass<'a> {
     /// Writes the input of a block for token `t` to `out`.
     fn read_input(&self, input: &Input, t: usize, out: &mut [f32]) {
         let hidden = self.config.hidden_size;
-        let rows = if let Input::Before = input { self.output } else { self.hidden };
+        let rows = if let Input::Before(_) = input { self.output } else { self.hidden };
         // SAFETY: an earlier phase wrote this row (see `Pass`).
         let x = unsafe { rows.read(t * hidden, hidden) };
         match input {
             Input::Normed(norm) => norm.apply(self.isa, self.config.rms_norm_eps, x, out),
-            Input::Stream | Input::Before => out.copy_from_slice(x),
+            Input::Stream | Input::Before(_) => out.copy_from_slice(x),
         }
     }
 

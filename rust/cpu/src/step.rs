@@ -43,6 +43,16 @@ pub enum StepError {
         /// Size of the vocabulary.
         vocabulary: usize,
     },
+    /// A position is outside the table of their embeddings.
+    #[error("token {at} of the step has position {position}, and there are embeddings of {positions} positions")]
+    Position {
+        /// The token's index in the step.
+        at: usize,
+        /// The position.
+        position: i32,
+        /// Number of positions.
+        positions: usize,
+    },
     /// A slot is outside the cache.
     #[error("token {at} of the step has slot {slot}, and the cache has {slots} slots")]
     Slot {
@@ -179,7 +189,7 @@ impl SlotSet {
 impl Step<'_> {
     /// Checks all conditions that the threads rely on when they write to the cache and to the step's buffers. The time is proportional to
     /// the number of tokens and sequences.
-    pub(crate) fn check(&self, vocabulary: usize, cache: KvShape, slots: &mut SlotSet) -> Result<(), StepError> {
+    pub(crate) fn check(&self, vocabulary: usize, positions: usize, cache: KvShape, slots: &mut SlotSet) -> Result<(), StepError> {
         let (tokens, sequences) = (self.input_ids.len(), self.context_lens.len());
         let lengths = [
             ("positions", self.positions.len(), tokens),
@@ -207,6 +217,12 @@ impl Step<'_> {
                 continue;
             }
             return Err(StepError::Token { at, id, vocabulary });
+        }
+        for (at, &position) in self.positions.iter().enumerate() {
+            if usize::try_from(position).is_ok_and(|position| position < positions) {
+                continue;
+            }
+            return Err(StepError::Position { at, position, positions });
         }
         self.check_sequences(self.max_blocks * cache.block_size)?;
         slots.check(self.slots, cache.blocks * cache.block_size)
@@ -273,7 +289,7 @@ mod tests {
 
     fn check(step: Step<'_>) -> Result<(), StepError> {
         let mut slots = SlotSet::default();
-        let result = step.check(10, CACHE, &mut slots);
+        let result = step.check(10, 100, CACHE, &mut slots);
         assert!(slots.0.iter().all(|&word| word == 0), "the set must be empty for the next step");
         result
     }
@@ -282,7 +298,7 @@ mod tests {
     fn a_sound_step_passes_again_and_again() {
         let mut slots = SlotSet::default();
         for _ in 0..3 {
-            assert_eq!(STEP.check(10, CACHE, &mut slots), Ok(()));
+            assert_eq!(STEP.check(10, 100, CACHE, &mut slots), Ok(()));
         }
         let empty = Step { input_ids: &[], positions: &[], slots: &[], query_starts: &[0], context_lens: &[], rows: &[], ..STEP };
         assert_eq!(check(empty), Ok(()));
@@ -327,5 +343,8 @@ mod tests {
         assert_eq!(check(Step { block_tables: &[1, 0, 2], ..STEP }), Err(StepError::Row { sequence: 0, row: 2, rows: 1 }));
         assert_eq!(check(Step { input_ids: &[5, 10, 7], ..STEP }), Err(StepError::Token { at: 1, id: 10, vocabulary: 10 }));
         assert_eq!(check(Step { input_ids: &[5, 6, -7], ..STEP }), Err(StepError::Token { at: 2, id: -7, vocabulary: 10 }));
+        let position = |position| Err(StepError::Position { at: 1, position, positions: 100 });
+        assert_eq!(check(Step { positions: &[0, 100, 4], ..STEP }), position(100));
+        assert_eq!(check(Step { positions: &[0, -1, 4], ..STEP }), position(-1));
     }
 }

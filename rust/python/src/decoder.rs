@@ -89,10 +89,10 @@ impl From<NormArgs> for cpu::Norm {
     }
 }
 
-/// What a block reads: the input of the block before it if it is `parallel`.
+/// What a block reads: what the block before it reads if it is `parallel`, with a norm of its own if there is one.
 fn input_of(norm: Option<NormArgs>, parallel: bool) -> cpu::Input {
-    let normed = norm.map_or(cpu::Input::Stream, |norm| cpu::Input::Normed(norm.into()));
-    if parallel { cpu::Input::Before } else { normed }
+    let norm = norm.map(cpu::Norm::from);
+    if parallel { cpu::Input::Before(norm) } else { norm.map_or(cpu::Input::Stream, cpu::Input::Normed) }
 }
 
 #[pymethods]
@@ -110,7 +110,7 @@ impl DecoderBlock {
         scale: f32,
         gated: bool,
         temperature: Option<(f32, i32)>,
-        qk_norm: Option<(Copied<f32>, Copied<f32>)>,
+        qk_norm: Option<(NormArgs, NormArgs)>,
         rotated_first: bool,
         value_norm: Option<Copied<f32>>,
         rope: Option<usize>,
@@ -125,7 +125,7 @@ impl DecoderBlock {
             gated,
             kv: cpu::KvPlace { cache: kv.0, layer: kv.1, shared: kv.2 },
             o_proj: o_proj.0,
-            qk_norm: qk_norm.map(|(q, k)| [q.0, k.0]),
+            qk_norm: qk_norm.map(|(q, k)| [q.into(), k.into()]),
             rotated_first,
             value_norm: numbers(value_norm),
             rope,
@@ -316,7 +316,9 @@ impl RecurrentHeads {
 
 fn inner_of(activation: &str) -> PyResult<cpu::Inner> {
     match activation {
+        "relu" => Ok(cpu::Inner::Relu),
         "relu2" => Ok(cpu::Inner::ReluSquared),
+        "gelu" => Ok(cpu::Inner::Gelu),
         "gelu_new" => Ok(cpu::Inner::GeluTanh),
         _ => activation_of(activation).map(cpu::Inner::Gated),
     }
@@ -339,7 +341,7 @@ impl Decoder {
     #[new]
     #[pyo3(signature = (
         blocks, *, norm, head, embedding=None, layer_embeddings=None, hidden_size, num_heads, kv_heads, rms_norm_eps, ropes, threads,
-        embedding_scale=1.0, final_softcap=None
+        positions=None, embedding_scale=1.0, final_softcap=None
     ))]
     fn new(
         blocks: Vec<PyRef<'_, DecoderBlock>>,
@@ -353,6 +355,7 @@ impl Decoder {
         rms_norm_eps: f32,
         ropes: Vec<(Copied<f32>, f32)>,
         threads: usize,
+        positions: Option<Copied<f32>>,
         embedding_scale: f32,
         final_softcap: Option<f32>,
     ) -> PyResult<Self> {
@@ -362,6 +365,7 @@ impl Decoder {
             kv_heads: kv_heads.into_iter().map(|(count, head_dim, latent)| cpu::KvHeads { count, head_dim, latent }).collect(),
             rms_norm_eps,
             ropes: ropes.into_iter().map(|(frequencies, scale)| cpu::Rope { frequencies: frequencies.0, scale }).collect(),
+            positions: numbers(positions),
             embedding_scale,
             final_softcap,
         };

@@ -57,7 +57,7 @@ fn tensor(bytes: &[u8], ins: usize) -> Tensor<'_> {
 fn config(hidden_size: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize, frequencies: Vec<f32>) -> DecoderConfig {
     let ropes = vec![Rope { frequencies, scale: 1.0 }];
     let kv_heads = vec![KvHeads { count: num_kv_heads, head_dim, latent: None }];
-    DecoderConfig { hidden_size, num_heads, kv_heads, rms_norm_eps: EPS, ropes, embedding_scale: 1.0, final_softcap: None }
+    DecoderConfig { hidden_size, num_heads, kv_heads, rms_norm_eps: EPS, ropes, positions: None, embedding_scale: 1.0, final_softcap: None }
 }
 
 fn rms(weight: Vec<f32>) -> Norm {
@@ -375,7 +375,7 @@ fn weights_that_do_not_fit_each_other_are_refused() {
     }
     let after = |kind: BlockKind| {
         let block = |input, kind| Block { input, kind, post_norm: None, residual_scale: 1.0, stream_scale: 1.0 };
-        let blocks = vec![block(Input::Stream, kind), block(Input::Before, BlockKind::Mlp(small_mlp(&wide)))];
+        let blocks = vec![block(Input::Stream, kind), block(Input::Before(None), BlockKind::Mlp(small_mlp(&wide)))];
         let config = config(8, 2, 1, 4, vec![1.0, 0.1]);
         Decoder::new(ThreadPool::new(1).expect("threads"), config, blocks, rms(vec![1.0; 8]), None, None, wide(10, 8)).is_ok()
     };
@@ -386,5 +386,7 @@ fn weights_that_do_not_fit_each_other_are_refused() {
     assert!(with(config(8, 2, 1, 4, vec![1.0])), "a part of a head's numbers may be turned");
     assert!(!with(config(8, 2, 1, 4, vec![1.0; 3])));
     assert!(!with(config(8, 3, 2, 4, vec![1.0])));
+    assert!(with(DecoderConfig { positions: Some(vec![0.0; 24]), ..config(8, 2, 1, 4, vec![1.0]) }));
+    assert!(!with(DecoderConfig { positions: Some(vec![0.0; 25]), ..config(8, 2, 1, 4, vec![1.0]) }));
     assert!(!with(DecoderConfig { final_softcap: Some(0.0), ..config(8, 2, 1, 4, vec![1.0]) }));
 }

@@ -37,6 +37,8 @@ pub(crate) enum Epilogue {
     Gelu,
     /// Store GELU of the sums, with the tanh approximation.
     GeluTanh,
+    /// Store positive sums, and 0 for the others.
+    Relu,
     /// Store the squares of positive sums, and 0 for the others.
     ReluSquared,
 }
@@ -76,8 +78,9 @@ impl Kernel for Finish<'_> {
                 Epilogue::Softcap(cap) => map(s, sums, |x| softcap(s, x, cap)),
                 Epilogue::Gelu => map(s, sums, |x| gelu(s, x)),
                 Epilogue::GeluTanh => map(s, sums, |x| swish(s, x, twice_tanh(s, x))),
+                // NaN is the result if it is the second argument.
+                Epilogue::Relu => map(s, sums, |x| s.max(s.splat(0.0), x)),
                 Epilogue::ReluSquared => map(s, sums, |x| {
-                    // NaN is the result if it is the second argument.
                     let positive = s.max(s.splat(0.0), x);
                     s.mul(positive, positive)
                 }),

@@ -365,11 +365,13 @@ fn sums_are_scaled_before_they_are_added_and_capped_or_squared_after_their_bias(
         let added = multiply(isa, 1, &layer, &x, 2.0, Epilogue::Add(0.25));
         let capped = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Softcap(3.0));
         let squared = multiply(isa, 1, &layer, &x, 0.0, Epilogue::ReluSquared);
+        let positive = multiply(isa, 1, &layer, &x, 0.0, Epilogue::Relu);
         let gelu = multiply(isa, 1, &layer, &x, 0.0, Epilogue::GeluTanh);
         for (&sum, gelu) in sums.iter().zip(gelu) {
             let tanh = ((2.0 / std::f32::consts::PI).sqrt() * (sum + 0.044_715 * sum.powi(3))).tanh();
             assert!((gelu - 0.5 * sum * (1.0 + tanh)).abs() < 1e-5, "{isa:?}: {gelu} of {sum}");
         }
+        assert!(positive.iter().zip(&sums).all(|(positive, sum)| positive.to_bits() == sum.max(0.0).to_bits()), "{isa:?}");
         assert!(squared.iter().zip(&sums).all(|(squared, sum)| squared.to_bits() == (sum.max(0.0) * sum.max(0.0)).to_bits()), "{isa:?}");
         for ((sum, added), capped) in sums.iter().zip(added).zip(capped) {
             assert!((added - 2.0 - sum * 0.25).abs() < 1e-6, "{isa:?}: {added} of {sum}");

@@ -122,7 +122,7 @@ impl Pass<'_> {
     /// Computes the queries and the latents of all tokens.
     fn project(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, attention: &LatentAttention) {
         let width = attention.in_proj.matrix.outs;
-        self.pack_input(worker, spare, &block.input, &attention.in_proj, None, false);
+        self.pack_input(worker, spare, &block.input, &attention.in_proj, None, None);
         self.multiply(worker, spare, &attention.in_proj, None, self.qkv, width, Epilogue::Store);
         let Some(query) = &attention.query else { return };
         self.packed.pack(worker, self.isa, &query.up, &mut spare.linear, |t, out| {

@@ -23,7 +23,7 @@ impl Pass<'_> {
     pub(super) fn recur(&self, worker: &mut Worker<'_>, spare: &mut Spare, block: &Block, recurrent: &Recurrent) {
         let width = recurrent.in_proj.matrix.outs;
         let recurrence = self.recurrence.expect("a step of a model with recurrent layers has states");
-        self.pack_input(worker, spare, &block.input, &recurrent.in_proj, None, false);
+        self.pack_input(worker, spare, &block.input, &recurrent.in_proj, None, None);
         self.multiply(worker, spare, &recurrent.in_proj, None, self.qkv, width, Epilogue::Store);
         self.convolve(worker, recurrence, recurrent);
         match &recurrent.kind {
