@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import gguf_experts
+import gguf_fused
 import gguf_latent
 import numpy as np
 import torch
@@ -90,7 +91,12 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("minimax_m2", MINIMAX),
     ("starcoder2", {"sliding_window": None, "norm_epsilon": 1e-5}),
     ("phi", {}),
+    ("phi", {"num_key_value_heads": 4, "fused": True}),
+    ("gpt_neox", {"num_key_value_heads": 4}),
+    ("gpt_neox", {"num_key_value_heads": 4, "use_parallel_residual": False}),
+    ("gpt2", {"num_key_value_heads": 4, "intermediate_size": 256, "tie_word_embeddings": True}),
     ("stablelm", {"use_qkv_bias": True}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     ("nemotron", {}),
     ("jais2", {}),
     ("dots1", DOTS),
@@ -103,6 +109,7 @@ TINY: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan_v1_dense", {"pad_token_id": 0}),
     ("hunyuan_v1_moe", {"num_experts": 11, "moe_topk": 3, "pad_token_id": 0}),
     ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.5, "use_qk_norm": True}),
     ("cohere2", {"tie_word_embeddings": True, "logit_scale": 0.5, "sliding_window": 5, "num_hidden_layers": 4}),
     *gguf_latent.TINY,
 ]
@@ -117,6 +124,7 @@ def write_safetensors(directory: Path) -> None:
     """Writes the weights of a converted model as transformers reads them."""
     tensors = GGUFTensors(directory / LINK)
     weights = gguf_latent.join(gguf_experts.join({name: tensors.values(name) for name in tensors.entries}))
+    weights = gguf_fused.join(weights, json.loads((directory / "config.json").read_text()))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -154,6 +162,7 @@ def gguf_name(kind: str) -> str:
     names |= {
         "hunyuan_v1_dense": "hunyuan-dense",
         "phi": "phi2",
+        "gpt_neox": "gptneox",
         "hunyuan_v1_moe": "hunyuan-moe",
         "exaone_moe": "exaone-moe",
         "gpt_oss": "gpt-oss",
@@ -182,7 +191,8 @@ def gguf_of(
     each part.
     """
     config, kind = model.config, gguf_name(model.config.model_type)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", {"rope_theta": 1e4, "rope_type": "default"})
+    rope = rope.get("full_attention", rope)
     local = config.per_layer_config["sliding_attention"] if kind == "gemma4" else config
     head_dim = getattr(local, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
@@ -193,12 +203,12 @@ def gguf_of(
         f"{kind}.rope.freq_base": rope["rope_theta"],
         **byte_level_metadata(tokenizer),
     }
-    if kind.startswith(("glm4", "minimax", "stablelm", "nemotron", "phi2")):
+    if kind.startswith(("glm4", "minimax", "stablelm", "nemotron", "phi2", "gptneox")):
         values |= {f"{kind}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0))}
-    if kind in ("command-r", "cohere2", "stablelm", "nemotron", "jais2", "starcoder2", "phi2"):
+    if kind in ("command-r", "cohere2", "stablelm", "nemotron", "jais2", "starcoder2", "phi2", "gptneox", "gpt2"):
         values[f"{kind}.attention.layer_norm_epsilon"] = values.pop(f"{kind}.attention.layer_norm_rms_epsilon")
-    if kind == "stablelm":
-        values |= {f"{kind}.use_parallel_residual": True}
+    if kind in ("stablelm", "gptneox"):
+        values |= {f"{kind}.use_parallel_residual": kind == "stablelm" or config.use_parallel_residual}
     if kind in ("command-r", "cohere2"):
         values |= {f"{kind}.logit_scale": config.logit_scale, f"{kind}.rope.scaling.type": "none"}
     if config.model_type in ("cohere2", "olmo3", "exaone4", "exaone_moe", "afmoe"):
@@ -253,19 +263,18 @@ def gguf_of(
     writer = writer_of(path, values | (replaced or {}), split)
     (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, weights in gguf_fused.stored(model.state_dict(), config).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, suffix = name.rsplit(".", 1)
         if suffix == "layer_scalar":
-            writer.add_tensor(f"blk.{stem.split('.')[2]}.layer_output_scale.weight", tensor.numpy())
+            writer.add_tensor(f"blk.{stem.split('.')[2]}.layer_output_scale.weight", weights)
             continue
         if "shared_mlp.input_linear" in stem:
-            for part, half in zip(("ffn_gate", "ffn_up"), tensor.numpy().reshape(2, -1, tensor.shape[-1]), strict=True):
+            for part, half in zip(("ffn_gate", "ffn_up"), weights.reshape(2, -1, weights.shape[-1]), strict=True):
                 writer.add_tensor(f"blk.{stem.split('.')[2]}.{part}.weight", np.ascontiguousarray(half))
             continue
         stem = stem.replace("shared_mlp.output_linear", "mlp.down_proj")
-        weights = tensor.numpy()
         if kind in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             weights = weights + np.float32(1)
         if kind in ("llama", "arcee", "smollm3", "granite", "granitemoe", "mistral3") and stem.endswith(("q_proj", "k_proj")):

@@ -70,6 +70,7 @@ GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 ERNIE = {"moe_num_experts": 11, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 ERNIE |= {"head_dim": 8, "pad_token_id": 0, "tie_word_embeddings": True}
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+MHA = {"num_key_value_heads": 6}
 DENSE_GLM = {"head_dim": 16, "pad_token_id": 0, "rope_parameters": HALF}
 MINIMAX = {**LOCAL_EXPERTS, "head_dim": 16, "rope_parameters": HALF}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
@@ -112,9 +113,17 @@ FAMILIES = {
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": ALPHA}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "pad_token_id": 0}),
     "cohere2": ("Cohere2", {"attention_bias": True, "sliding_window": 9, "sliding_window_pattern": 3, "pad_token_id": 0}),
+    "cohere-norms": ("Cohere", {"logit_scale": 0.25, "pad_token_id": 0, "use_qk_norm": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": 13}),
     "phi": ("Phi", {"rope_parameters": HALF}),
+    "gpt-neox": ("GPTNeoX", {**MHA, "rope_parameters": HALF}),
+    "gpt-neox-serial": ("GPTNeoX", {**MHA, "use_parallel_residual": False, "hidden_act": "gelu_fast"}),
+    "gpt2": ("GPT2LMHeadModel", {**MHA, "n_inner": 80}),
+    "gpt2-gelu": ("GPT2LMHeadModel", {**MHA, "n_inner": 80, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "gptj": ("GPTJ", {**MHA, "n_inner": 80, "rotary_dim": 4, "tie_word_embeddings": False}),
+    "opt": ("OPT", {**MHA, "ffn_dim": 80, "word_embed_proj_dim": 48}),
     "stablelm": ("StableLm", {"use_qkv_bias": True, "rope_parameters": HALF}),
+    "stablelm-12b": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True, "rope_parameters": HALF}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "jais2": ("Jais2", {"tie_word_embeddings": True}),
     "cwm": ("Cwm", {"head_dim": 16, "sliding_window": 9, "layer_types": GEMMA["layer_types"]}),
@@ -212,18 +221,19 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Classes of models that also read images, whose text is computed as one of FAMILIES, and settings of their two parts."""
 
+
+def class_name(family: str) -> str:
+    """The class of a family in transformers."""
+    return family if family.endswith(("Generation", "HeadModel")) else f"{family}ForCausalLM"
+
+
 IMAGES_IN_TORCH = ("gemma3-images", "mistral3-images", "ministral3-images", "qwen3-vl")
 IN_TORCH = [
     name
     for name, (family, _) in FAMILIES.items()
-    if name in IMAGES_IN_TORCH or ((known := ARCHITECTURES.get(f"{family}ForCausalLM")) and known.code is Code.RUST_AND_TORCH)
+    if name in IMAGES_IN_TORCH or ((known := ARCHITECTURES.get(class_name(family))) and known.code is Code.RUST_AND_TORCH)
 ]
 """Those that our model in torch computes too."""
-
-
-def class_name(family: str) -> str:
-    """The class of a family in transformers."""
-    return family if family.endswith("Generation") else f"{family}ForCausalLM"
 
 
 _WRITTEN = TemporaryDirectory()

@@ -1,8 +1,11 @@
 """The architectures that Chairlift's own code computes, as values. A new one is a value in a file here; docs/models.md lists them all."""
 
+import re
+
 from chairlift.architectures.afmoe import AFMOE
 from chairlift.architectures.architecture import (
     GEMMA_NORMS,
+    PLAIN,
     Architecture,
     Code,
     GGUFFormat,
@@ -23,6 +26,7 @@ from chairlift.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
 from chairlift.architectures.exaone import EXAONE4, EXAONE_MOE
 from chairlift.architectures.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from chairlift.architectures.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
+from chairlift.architectures.gpt_neox import GPT2, GPT_NEOX, GPTJ, OPT
 from chairlift.architectures.gpt_oss import GPT_OSS
 from chairlift.architectures.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from chairlift.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
@@ -47,6 +51,7 @@ __all__ = [
     "GGUF_MIXTURES",
     "HEADLESS",
     "OLMO3",
+    "PLAIN",
     "QWEN3",
     "WRAPPED",
     "Architecture",
@@ -68,6 +73,7 @@ DENSE = (
     *(SEED_OSS, GLM, GLM4, ERNIE4_5, YOUTU),
     *(OLMO3, OLMO2, EXAONE4, HUNYUAN_DENSE, COHERE, COHERE2),
     *(STARCODER2, PHI, STABLELM, NEMOTRON, JAIS2, CWM, HELIUM),
+    *(GPT_NEOX, GPT2, GPTJ, OPT),
     *(LFM2, QWEN3_5, NEMOTRON_H),
 )
 MIXTURES = (
@@ -98,7 +104,7 @@ ARCHITECTURES = {known.name: known for known in DENSE + MIXTURES + LATENT}
 """The architectures by their names in config.json."""
 ALIASES = {alias: known for known in ARCHITECTURES.values() for alias in known.aliases}
 """The architectures by the names of other classes that compute the same."""
-HEADLESS = {name.replace("ForCausalLM", end): known for name, known in ARCHITECTURES.items() for end in ("Model", "TextModel")}
+HEADLESS = {re.sub("ForCausalLM|LMHeadModel", end, name): known for name, known in ARCHITECTURES.items() for end in ("Model", "TextModel")}
 """The architectures by the names of their classes without a head, of which transformers has one or the other: they compute embeddings."""
 
 GGUF_MIXTURES: dict[str, tuple[Architecture, ...]] = {}

@@ -29,11 +29,14 @@ class Windows(Enum):
 class Projections:
     """Names of a layer's linear layers in a checkpoint, below `model.layers.N.`.
 
-    A single name for several projections means one fused tensor. A checkpoint without the tensor `gate_up` has those of `apart`. Gates of
-    attention are outputs of the projection of queries, or of `gate`.
+    A single name for several projections means one fused tensor. If its rows are `by_head`, the query, the key and the value of each head
+    follow each other. A checkpoint without the tensors `qkv` has `fused`, with their rows one after another, and one without the tensor
+    `gate_up` has those of `apart`. Gates of attention are outputs of the projection of queries, or of `gate`.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    by_head: bool = False
+    fused: str | None = None
     gate: str | None = None
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -46,13 +49,14 @@ class Norms:
     """Names of norms in a checkpoint: the last one, and those of a layer, below `model.layers.N.`.
 
     `after_attention` and `after_mlp` are those of models with norms after blocks. Without `attention` or `mlp`, that block reads the
-    residual stream itself.
+    residual stream itself. `parallel` is that of the MLP in parallel models; without it the MLP reads what attention reads.
     """
 
     attention: str | None = "input_layernorm"
     query: str = "self_attn.q_norm"
     key: str = "self_attn.k_norm"
     mlp: str | None = "post_attention_layernorm"
+    parallel: str | None = None
     last: str = "model.norm"
     after_attention: str = "post_attention_layernorm"
     after_mlp: str = "post_feedforward_layernorm"
@@ -205,6 +209,10 @@ class GGUFFormat:
     truncates_yarn: bool = True
 
 
+PLAIN = {"relu": "relu", "relu2": "relu2", "gelu": "gelu"} | dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_new")
+"""Activations of MLPs without a gate, by their names in config.json."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """An architecture: the defaults where a config.json is silent, and its differences from Llama.
@@ -212,27 +220,31 @@ class Architecture:
     `name` is the class name in `architectures` of config.json, `aliases` are names of classes that compute the same, and `models` names
     published models. `text_types` are the values of `model_type` in the `text_config` of the classes `wrappers`, which also read images, or
     beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone.
-    Embeddings are multiplied by the square root of the hidden size if they are `scaled_embeddings`, or if that key of config.json says so.
-    The default of `query_scalar` is the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults
-    of the caps of attention scores and logits, and `logit_scale` that of the logits' factor; None means that config.json's are not read.
-    `rotary` is the default part of each head that is rotated. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated
-    together instead of numbers half the rotated part apart. In a model of `window_rotary` only layers with a window have rotary positions,
-    unless there are no windows. Layers with a window have rotary positions of the base `local_theta` if it is set. A dynamic scaling with
-    the entry `alpha` multiplies the base by a power of it. `position_type` is the default of `position_embedding_type`; None means that
-    config.json's is not read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if
-    `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are listed. `biases` is the key of
-    whether all linear layers have biases, and its default, and `qkv_bias` that of whether queries, keys and values alone do. With a
-    `head_bias` the head has one. `inner` is the key of the MLP's inner size, and `norm_eps` that of the number that norms add to squares.
-    `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention and after the MLP. With `whole_norms`
-    the norms of queries and keys are those of all heads together; with `rotated_first` queries and keys are rotated before their norms.
-    Norms are `centred` if they shift numbers to mean 0 first, and may then have `norm_biases`. The MLP of a `parallel` model reads what
-    attention reads. With `sinks` each head has a score beside those of the keys. `global_head_dim` is the default size of heads of layers
-    with full attention, and means that layers differ as in Gemma 4. With `gated_attention` sigmoids of gates multiply the outputs; the
-    query projection has them too, head by head, or they have one of their own. With a `recurrence` some layers keep a state instead of keys
-    and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as `layers_block_type` or
-    `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent vector. The `activation` is silu or gelu_tanh,
-    or relu2 or gelu_new for MLPs without a gate. With a `mixture` layers have experts, instead of an MLP or beside it, except those that
-    config.json names.
+    `entries` are the usual names of entries of config.json by those that this architecture has for them. Embeddings are multiplied by the
+    square root of the hidden size if they are `scaled_embeddings`, or if that key of config.json says so. The default of `query_scalar` is
+    the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of the caps of attention scores
+    and logits, and `logit_scale` that of the logits' factor; None means that config.json's are not read. `rotary` is the default part of
+    each head that is rotated. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated together instead of numbers half
+    the rotated part apart. `positions` is the name of a table of embeddings of positions, which are added to those of tokens instead of any
+    rotation, and `unused_positions` the number of its first rows without a position. In a model of `window_rotary` only layers with a
+    window have rotary positions, unless there are no windows. Layers with a window have rotary positions of the base `local_theta` if it is
+    set. A dynamic scaling with the entry `alpha` multiplies the base by a power of it. `position_type` is the default of
+    `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries grow with their position. Every n-th
+    layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are
+    listed. `biases` is the key of whether all linear layers have biases, and its default, and `qkv_bias` that of whether queries, keys and
+    values alone do; `mlp_bias` is the default of whether MLPs do, and None if they never do. With a `head_bias` the head has one. `inner`
+    is the key of the MLP's inner size, and `norm_eps` that of the number that norms add to squares. `norm_offset` is added to the weights
+    of all norms, and `post_norms` adds a norm after attention and after the MLP. With `qk_norm` queries and keys have norms, if config.json
+    does not say otherwise, or with a key and a default if it says so; layer norms have weights of each head. With `whole_norms` the norms
+    of queries and keys are those of all heads together; with `rotated_first` queries and keys are rotated before their norms. Norms are
+    `centred` if they shift numbers to mean 0 first, and may then have `norm_biases`. The MLP of a `parallel` model reads the residual
+    stream that attention reads; with a key and a default config.json says whether it does. With `sinks` each head has a score beside those
+    of the keys. `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4.
+    With `gated_attention` sigmoids of gates multiply the outputs; the query projection has them too, head by head, or they have one of
+    their own. With a `recurrence` some layers keep a state instead of keys and values. A layer of a `single` model is one of attention, a
+    recurrent layer, an MLP and experts, as `layers_block_type` or `hybrid_override_pattern` says. In a `latent` model keys and values are
+    made of a latent vector. The `activation` is silu or gelu_tanh, or one of PLAIN for MLPs without a gate, where config.json is silent.
+    With a `mixture` layers have experts, instead of an MLP or beside it, except those that config.json names.
     """
 
     name: str
@@ -242,6 +254,7 @@ class Architecture:
     wrappers: tuple[str, ...] = ()
     text_types: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
     code: Code = Code.RUST_AND_TORCH
     gguf: GGUFFormat | None = None
 
@@ -261,7 +274,7 @@ class Architecture:
     head_bias: bool = False
     qkv_bias: tuple[str, bool] | None = None
     output_bias: bool = True
-    mlp_bias: bool = False
+    mlp_bias: bool | None = None
 
     theta: float = 10000.0
     local_theta: float | None = None
@@ -272,18 +285,20 @@ class Architecture:
     window_rotary: bool = False
     no_rope_interval: int | None = None
     position_type: str | None = None
+    positions: str | None = None
+    unused_positions: int = 0
     temperature: bool = False
 
     windows: Windows = Windows.NONE
     sliding_window: int | None = None
     window_interval: int | None = None
 
-    qk_norm: bool = False
+    qk_norm: bool | tuple[str, bool] = False
     whole_norms: bool = False
     rotated_first: bool = False
     centred: bool = False
     norm_biases: bool = False
-    parallel: bool = False
+    parallel: bool | tuple[str, bool] = False
     sinks: bool = False
     norm_offset: float = 0.0
     post_norms: bool = False
@@ -308,18 +323,15 @@ class Architecture:
     @property
     def gated(self) -> bool:
         """Whether MLPs and experts have a gate."""
-        return self.activation not in ("relu2", "gelu_new")
+        return self.activation not in PLAIN
 
     @property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """The entries of config.json that name the activation, and their names of the one that the architecture has."""
         if self.activation == "silu":
             return {"hidden_act": ("silu", "swish")}
-        if self.activation == "relu2":
-            return {"mlp_hidden_act" if self.single else "hidden_act": ("relu2",)}
-        if self.activation == "gelu_new":
-            # StarCoder2's published files have the second entry too, which transformers does not read.
-            return {"hidden_act": ("gelu_new", "gelu_pytorch_tanh"), "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh")}
+        if not self.gated:
+            return {"mlp_hidden_act" if self.single else "hidden_act": tuple(PLAIN)}
         # Gemma 1's published files say gelu, and mean its approximation.
         first = {"hidden_act": ("gelu_pytorch_tanh", "gelu")} if self.model_type == "gemma" else {}
         return {**first, "hidden_activation": ("gelu_pytorch_tanh",)}

@@ -2,19 +2,19 @@
 
 from dataclasses import replace
 
-from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Norms, Windows
+from chairlift.architectures.architecture import Architecture, GGUFFormat, Key, Windows
 
 COHERE = Architecture(
     name="CohereForCausalLM",
     model_type="cohere",
-    models="Command R, Aya 23 and Aya Expanse",
+    models="Command R and R+, Aya 23 and Aya Expanse",
     gguf=GGUFFormat(names=("command-r",), keys={"logit_scale": Key("logit_scale", float)}),
     max_positions=8192,
     norm_eps="layer_norm_eps",
     rms_norm_eps=1e-5,
     tied=True,
     theta=500_000.0,
-    norms=Norms(mlp=None),
+    qk_norm=("use_qk_norm", False),
     centred=True,
     parallel=True,
     adjacent_pairs=True,
@@ -29,6 +29,7 @@ COHERE2 = replace(
         names=("cohere2",), keys={"logit_scale": Key("logit_scale", float), "sliding_window": Key("attention.sliding_window", int)}
     ),
     theta=10_000.0,
+    qk_norm=False,
     window_rotary=True,
     windows=Windows.LISTED,
     sliding_window=4096,

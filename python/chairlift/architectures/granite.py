@@ -30,7 +30,7 @@ GRANITE = Architecture(
         adjacent_pairs=True,
     ),
     max_positions=2048,
-    mlp_bias=True,
+    mlp_bias=False,
     position_type="rope",
     multipliers=True,
 )

@@ -19,7 +19,7 @@ LLAMA = Architecture(
     defaults={"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     gguf=GGUFFormat(names=("llama",), adjacent_pairs=True),
     max_positions=2048,
-    mlp_bias=True,
+    mlp_bias=False,
 )
 ARCEE = Architecture(
     name="ArceeForCausalLM",
@@ -29,7 +29,7 @@ ARCEE = Architecture(
     max_positions=4096,
     rms_norm_eps=1e-5,
     projections=Projections(gate_up=("mlp.up_proj",)),
-    mlp_bias=True,
+    mlp_bias=False,
     activation="relu2",
 )
 JAIS2 = replace(
@@ -83,7 +83,7 @@ SEED_OSS = Architecture(
     max_positions=524288,
     qkv_bias=("attention_bias", True),
     output_bias=False,
-    mlp_bias=True,
+    mlp_bias=False,
 )
 MISTRAL = Architecture(
     name="MistralForCausalLM",

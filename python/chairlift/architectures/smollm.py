@@ -11,6 +11,6 @@ SMOLLM3 = Architecture(
     theta=2e6,
     tied=True,
     windows=Windows.SWITCHED,
-    mlp_bias=True,
+    mlp_bias=False,
     no_rope_interval=4,
 )

@@ -96,6 +96,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **_biases(file, architecture),
+        **_parallel(file, kind, architecture),
         "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
         "dtype": "float32",
         **latent,
@@ -119,11 +120,21 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
 
 def _biases(file: GGUFFile, architecture: Architecture) -> dict[str, bool]:
     """Returns the entries of config.json that say which linear layers have biases."""
-    attention = "blk.0.attn_q.bias" in file.tensors
+    attention = not file.tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))
     if architecture.biases:
         return {architecture.biases[0]: attention}
     own = {architecture.qkv_bias[0]: attention} if architecture.qkv_bias else {}
     return {"attention_bias": attention, "mlp_bias": any(name.endswith(".ffn_up.bias") for name in file.tensors), **own}
+
+
+def _parallel(file: GGUFFile, kind: str, architecture: Architecture) -> dict[str, bool]:
+    """Returns the entry of config.json that says whether MLPs read what attention reads, if the architecture has one."""
+    if isinstance(architecture.parallel, bool):
+        return {}
+    stated = file.get(f"{kind}.use_parallel_residual", bool)
+    # Files of StableLM always have the key, and those of parallel models lack the norm.
+    own = architecture.norms.parallel is not None
+    return {architecture.parallel[0]: stated is not False if own else "blk.0.ffn_norm.weight" not in file.tensors}
 
 
 def _parts(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch.nn import functional
 
 from chairlift.layers.linear import MIN_ABSMAX, Activations, Rounded, round_rows
+
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "relu2": lambda x: x.relu().square_(),
+    "gelu": functional.gelu,
+    "gelu_new": partial(functional.gelu, approximate="tanh"),
+}
 
 
 @overload
@@ -17,12 +26,11 @@ def activate(x: torch.Tensor, activation: str, *, rounds: bool) -> Activations: 
 def activate(x: torch.Tensor, activation: str, *, rounds: bool = False) -> Activations:
     """Maps contiguous x [rows, 2 * columns], gates and what they gate, to activation(gate) * up [rows, columns].
 
-    The activation is silu or gelu_tanh (GELU's tanh approximation), or for x [rows, columns] without gates relu2, the squares of
-    positive numbers, or gelu_new, which is gelu_tanh. `rounds` rounds the result, as `round_rows` does.
+    The activation is silu or gelu_tanh (GELU's tanh approximation), or for x [rows, columns] without gates relu, relu2, the squares of
+    positive numbers, gelu, or gelu_new, which is gelu_tanh. `rounds` rounds the result, as `round_rows` does.
     """
-    if activation in ("relu2", "gelu_new"):
-        result = x.relu().square_() if activation == "relu2" else functional.gelu(x, approximate="tanh")
-        return round_rows(result) if rounds else result
+    if plain := _PLAIN.get(activation):
+        return round_rows(plain(x)) if rounds else plain(x)
     if x.is_cuda:
         # triton is only installed for GPUs.
         from chairlift.kernels import act_mul as kernel

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from chairlift.architectures import Projections
 from chairlift.errors import UnsupportedModel
@@ -65,6 +66,12 @@ class LayerWeights:
         """The weight of a norm."""
         return norm_weight(self.config, self.source, f"{self.prefix}{name}", size)
 
+    def head_norms(self, name: str, heads: int, size: int) -> torch.Tensor:
+        """The weights [heads, size] of the layer norms of heads, which StableLM has in a tensor each."""
+        if self.source.has(f"{self.prefix}{name}.weight"):
+            return self.source.take(f"{self.prefix}{name}.weight", heads, size)
+        return torch.stack([self.source.take(f"{self.prefix}{name}.norms.{head}.weight", size) for head in range(heads)])
+
     def stream_norm(self, name: str | None) -> Norm | None:
         """A norm of the residual stream; None if the architecture has none."""
         return None if name is None else stream_norm(self.config, self.source, self.prefix + name)
@@ -93,9 +100,16 @@ class LayerWeights:
         start = 0
         for name, size in outs.items():
             columns = slice(start, start + size)
-            self.projections[name.partition(".")[2]] = Place(linear, columns, None if order is None else order[columns] - start)
+            self.projections[name.partition(".")[2].replace("out_proj", "o_proj")] = Place(
+                linear, columns, None if order is None else order[columns] - start
+            )
             start += size
         return linear
+
+    def fused_qkv(self) -> tuple[str, ...]:
+        """The projection of queries, keys and values, if the checkpoint has one instead of those that the architecture has."""
+        fused = self.config.family.projections.fused
+        return (fused,) if fused and self.source.has(f"{self.prefix}{fused}.weight") else ()
 
     def gate_up(self, names: Projections, inner: int, bias: bool = False) -> Linear:
         """The projections gate and up of an MLP, or up alone if it has no gate."""
@@ -108,7 +122,7 @@ class Block(ABC):
     """A part of a layer whose output is added to the residual stream.
 
     `norm` is the norm of its input, which is rounded to fp8 if the block `rounds` it, and `post_norm` that of its output, if it has them. A
-    `parallel` block reads what the block before it reads.
+    `parallel` block reads what the block before it reads, or with a norm of its own the residual stream that that one reads.
     """
 
     norm: Norm | None
@@ -142,6 +156,7 @@ class Attention(Block):
         """`cache_index` is the layer's index among those that have keys and values, `scales` are those of 8-bit keys and values."""
         super().__init__(weights)
         config, index, names = weights.config, weights.index, weights.config.family.projections
+        qkv = weights.fused_qkv() or names.qkv
         self._cache_index, self.scales = cache_index, scales
         self._eps, self._dim, self._gated = config.rms_norm_eps, config.head_dim, config.family.gated_attention
         self._window, self._scale, self._softcap = config.windows[index], config.scales.attention, config.scales.scores_cap
@@ -153,14 +168,22 @@ class Attention(Block):
         wide = queries * (2 if config.family.gated_queries else 1)
         gates = {names.gate: queries} if names.gate else {}
         self.qkv = weights.merged(
-            (*names.qkv, *gates), (wide, kv, kv, *gates.values()), config.hidden_size, config.qkv_bias, _order(config)
+            (*qkv, *gates),
+            (wide, kv, kv, *gates.values()),
+            config.hidden_size,
+            config.qkv_bias,
+            _order(config, by_head=names.by_head and qkv is names.qkv),
         )
         self.rounds = self.qkv.rounds_activations
         self.output = weights.merged((names.output,), (config.hidden_size,), queries, config.output_bias)
         self.post_norm = weights.stream_norm(config.family.norms.after_attention) if config.family.post_norms else None
-        self._head_norms = self._whole_norms = None
+        self._head_norms = self._whole_norms = self._layer_norms = None
         self._rotated_first = config.family.rotated_first
-        if config.qk_norm:
+        if config.qk_norm and config.family.centred:
+            order, norms = _spread_head(config), config.family.norms
+            query = weights.head_norms(norms.query, config.num_heads, self._dim)[:, order]
+            self._layer_norms = query, weights.head_norms(norms.key, config.num_kv_heads, self._dim)[:, order]
+        elif config.qk_norm:
             head, whole = torch.tensor(_spread_head(config)), config.family.whole_norms
             sizes = {config.family.norms.query: queries, config.family.norms.key: kv}
             found = (weights.norm(name, size if whole else self._dim) for name, size in sizes.items())
@@ -180,6 +203,8 @@ class Attention(Block):
         qkv = projected[:, : self._heads] if self._gated else projected
         if self._whole_norms is not None:
             _normalise_whole(qkv, self._whole_norms, keys.shape[1], self._eps)
+        if self._layer_norms is not None:
+            _normalise_heads(qkv, self._layer_norms, keys.shape[1], self._eps)
         # Keys and values are written before attention, which reads this step's keys from the cache.
         scales = self.scales if keys.dtype == torch.float8_e4m3fn else None
         query = rope_write(
@@ -217,8 +242,8 @@ class Mlp(Block):
     def __init__(self, weights: LayerWeights) -> None:
         super().__init__(weights)
         config, names = weights.config, weights.config.family.projections
-        self._activation = config.family.activation
-        self.norm, self.parallel = weights.stream_norm(config.family.norms.mlp), config.family.parallel
+        self._activation = config.activation
+        self.norm, self.parallel = weights.stream_norm(config.mlp_norm), config.parallel
         self.gate_up = weights.gate_up(names, config.intermediate_size, config.mlp_bias)
         self.rounds = self.gate_up.rounds_activations
         self.down = weights.merged((names.down,), (config.hidden_size,), config.intermediate_size, config.mlp_bias)
@@ -249,13 +274,16 @@ def _spread_head(config: ModelConfig) -> list[int]:
     return [config.head_order[at] for at in spread(config.head_dim, config.rope.dim)]
 
 
-def _order(config: ModelConfig) -> torch.Tensor | None:
+def _order(config: ModelConfig, by_head: bool) -> torch.Tensor | None:
     """The order of the rows of queries, keys, values and gates; None: as they are.
 
-    In the checkpoint the rows of the query and of the gate of one head follow each other. Queries and keys have equal orders, which change
-    no product.
+    In the checkpoint the rows of the query and of the gate of one head follow each other, or if they are `by_head` those of its query, key
+    and value. Queries and keys have equal orders, which change no product.
     """
     dim, head = config.head_dim, _spread_head(config)
+    if by_head:
+        rows = torch.arange(3 * config.num_heads * dim).view(-1, 3, dim).transpose(0, 1)
+        return torch.cat((rows[:2, :, head].flatten(), rows[2].flatten()))
     gated = config.family.gated_queries
     if head == [*range(dim)] and not gated:
         return None
@@ -265,6 +293,12 @@ def _order(config: ModelConfig) -> torch.Tensor | None:
     gates = [at for start in range(dim, queries, pitch) for at in range(start, start + dim)] if gated else []
     rows = [*(start + at for start in starts for at in head), *range(queries + keys, queries + 2 * keys), *gates]
     return torch.tensor(rows)
+
+
+def _normalise_heads(qkv: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], kv_heads: int, eps: float) -> None:
+    """Applies layer norms with weights of their own to each head of a token's query, and of its key, in place."""
+    for part, weight in zip((qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]), weights, strict=True):
+        part.copy_(functional.layer_norm(part.float(), part.shape[-1:], eps=eps) * weight.float())
 
 
 def _normalise_whole(qkv: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], kv_heads: int, eps: float) -> None:

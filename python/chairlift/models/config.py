@@ -12,7 +12,7 @@ from chairlift.errors import UnsupportedModel, pip_install_with_torch
 from chairlift.models.classifier import Classifier
 from chairlift.models.entries import check_beside, check_entries
 from chairlift.models.experts import EXPERTS, Experts, parse_experts
-from chairlift.models.family import check_supported, find_family
+from chairlift.models.family import check_supported, find_family, parse_activation
 from chairlift.models.fields import (
     Entries,
     NoNativeModel,
@@ -42,7 +42,8 @@ class ModelConfig(ModelShape):
 
     `family` has what config.json does not say. `windows` has one entry per layer: the number of tokens that a token sees, itself included;
     None means all. Layers with a window use `local_rope`. With a temperature (b, n) the query at position p is multiplied by 1 + b * ln(1 +
-    floor(p / n)). Heads are rotated in the layers selected by `uses_rope`. With `variants` layers have different heads (see
+    floor(p / n)). Heads are rotated in the layers selected by `uses_rope`. In a
+    `parallel` model MLPs read the residual stream that attention reads. With `variants` layers have different heads (see
     `LayerVariants`). `attention` says which layers have attention, and `feeds` which have an MLP of `intermediate_size` or experts. With a
     `recurrence` some layers have a state instead of keys and values, and with `experts` some have a mixture of experts. With a `latent`
     keys and values are made of one vector a token. `scheme` is that of quantised layers. A checkpoint has `later_layers` after the last
@@ -60,6 +61,8 @@ class ModelConfig(ModelShape):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    parallel: bool
+    activation: str
     windows: tuple[int | None, ...]
     local_rope: RopeConfig
     scales: Scales
@@ -116,6 +119,11 @@ class ModelConfig(ModelShape):
     def gated(self) -> bool:
         """Whether MLPs and experts have a gate."""
         return self.family.gated
+
+    @property
+    def mlp_norm(self) -> str | None:
+        """The name of the norm before an MLP or experts; None if there is none."""
+        return self.family.norms.parallel if self.parallel else self.family.norms.mlp
 
     @property
     def expert_counts(self) -> tuple[int, int]:
@@ -236,7 +244,8 @@ class ModelConfig(ModelShape):
         if raw.get("model_type") == "internlm3":  # Llama, in transformers too, with other names of biases
             raw = {{"qkv_bias": "attention_bias", "bias": "mlp_bias"}.get(name, name): value for name, value in raw.items()}
         entries, family = find_family(raw)
-        config = cls._parse(text := Entries(entries), family)
+        text = Entries({family.entries.get(name, name): value for name, value in entries.items()})
+        config = cls._parse(text, family)
         if config.scheme and config.scheme.method == "mlx" and (config.experts or config.recurrence):
             kind = "experts" if config.experts else "recurrent layers"
             raise UnsupportedModel(
@@ -264,7 +273,7 @@ class ModelConfig(ModelShape):
             family=family,
             vocab_size=parse_size(raw, "vocab_size", family.vocab_size),
             hidden_size=hidden,
-            intermediate_size=_inner(raw, family),
+            intermediate_size=_inner(raw, family, hidden),
             num_layers=layers,
             num_heads=heads.queries,
             num_kv_heads=heads.kv[0],
@@ -275,8 +284,11 @@ class ModelConfig(ModelShape):
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", raw.get("tie_embedding", family.tied))),
             qkv_bias=bool(raw.get(*family.qkv_bias)) if family.qkv_bias else bias,
             output_bias=bias,
-            mlp_bias=every or (bool(raw.get("mlp_bias", False)) and family.mlp_bias),
-            qk_norm=family.qk_norm and bool(raw.get("use_qk_norm", True)),
+            mlp_bias=every or (family.mlp_bias is not None and bool(raw.get("mlp_bias", family.mlp_bias))),
+            qk_norm=bool(family.qk_norm)
+            and bool(raw.get(*(family.qk_norm if isinstance(family.qk_norm, tuple) else ("use_qk_norm", True)))),
+            parallel=family.parallel if isinstance(family.parallel, bool) else bool(raw.get(*family.parallel)),
+            activation=parse_activation(raw, family),
             windows=heads.windows,
             temperature=parse_temperature(raw) if family.temperature else None,
             uses_rope=parse_rope_layers(raw, family, layers),
@@ -331,11 +343,12 @@ def _parts(kinds: list[str], recurrence: RecurrentLayers | None, layers: int) ->
     return attention, feeds
 
 
-def _inner(raw: dict[str, Any], family: Architecture) -> int:
+def _inner(raw: dict[str, Any], family: Architecture, hidden: int) -> int:
     """Returns the inner size of an MLP. LFM2's config.json has one of which a part is rounded up. A model may have experts alone."""
     if family.model_type != "lfm2":
         only_experts = family.mixture is not None and family.recurrence is not None and family.inner not in raw
-        return parse_size(raw, family.mixture.inner if family.mixture and only_experts else family.inner)
+        default = 4 * hidden if "n_inner" in family.entries else None
+        return parse_size(raw, family.mixture.inner if family.mixture and only_experts else family.inner, default)
     inner = parse_size(raw, "block_ff_dim" if raw.get("block_ff_dim") is not None else family.inner)
     if not raw.get("block_auto_adjust_ff_dim", True):
         return inner

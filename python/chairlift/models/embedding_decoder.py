@@ -75,7 +75,7 @@ def parse_decoder(raw: dict[str, Any], directory: Path, names: tuple[str, str]) 
         model_type=str(raw.get("model_type")),
         models="",
         norm_offset=model.family.norm_offset,
-        gate=model.family.activation,
+        gate=model.activation,
         scaled_embeddings=model.scales.embedding != 1,
     )
 

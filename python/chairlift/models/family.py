@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chairlift.architectures import ALIASES, ARCHITECTURES, HEADLESS, WRAPPED, Architecture, Windows
+from chairlift.architectures import ALIASES, ARCHITECTURES, HEADLESS, PLAIN, WRAPPED, Architecture, Windows
 from chairlift.models.fields import NoNativeModel, parse_names
 from chairlift.models.quantization import QuantizationScheme, UnsupportedScheme, parse_quantization
 
@@ -31,20 +31,37 @@ def find_family(raw: dict[str, Any]) -> tuple[dict[str, Any], Architecture]:
     raise NoNativeModel(f"{named} has no code of ours (docs/models.md lists what has)")
 
 
+def parse_activation(raw: dict[str, Any], family: Architecture) -> str:
+    """Returns the activation of MLPs. Raises NoNativeModel for another than the architecture's, or than any that needs no gate."""
+    word = family.activation
+    for name, known in family.activations.items():
+        if (word := raw.get(name) or family.activation) not in (*known, family.activation):
+            raise NoNativeModel(f"{name} {word!r} has no code of ours (there is for {', '.join(known)})")
+    if family.gated:
+        return family.activation
+    raw.get("activation_function")  # StarCoder2's published files have it too, and transformers does not read it
+    return PLAIN[word]
+
+
 def check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
     """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
     if family.gated_attention and raw.get("attention_bias"):
         raise NoNativeModel("biases of gated attention have no code of ours")
-    for name, known in family.activations.items():
-        if (activation := raw.get(name) or known[0]) not in known:
-            raise NoNativeModel(f"{name} {activation!r} has no code of ours (there is for {known[0]})")
     # "vision" is about tokens of images alone.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision") or raw.get("is_causal") is False:
         raise NoNativeModel("attention to later tokens has no code of ours")
-    if raw.get("use_parallel_residual"):
+    if raw.get("use_parallel_residual") and not isinstance(family.parallel, tuple):
         raise NoNativeModel("attention beside the MLP (use_parallel_residual) has no code of ours in this architecture")
-    if family.centred and (raw.get("use_qk_norm") or raw.get("qk_layernorm")):
+    if family.centred and not family.qk_norm and (raw.get("use_qk_norm") or raw.get("qk_layernorm")):
         raise NoNativeModel("layer norms of queries and keys have no code of ours")
+    if raw.get("scale_attn_by_inverse_layer_idx") or raw.get("scale_attn_weights") is False:
+        raise NoNativeModel("attention scores of other scales than by the size of a head have no code of ours")
+    if raw.get("add_cross_attention"):
+        raise NoNativeModel("attention to another model's states (add_cross_attention) has no code of ours")
+    if family.model_type == "opt" and (
+        raw.get("do_layer_norm_before") is False or raw.get("word_embed_proj_dim", hidden := raw.get("hidden_size")) != hidden
+    ):
+        raise NoNativeModel("norms after blocks, or embeddings of another size, as in OPT 350M, have no code of ours")
     if raw.get("clip_qkv") is not None:
         raise NoNativeModel("clipped queries, keys and values have no code of ours")
     # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.

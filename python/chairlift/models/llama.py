@@ -67,6 +67,7 @@ class Llama:
         self.embedding = weights.take(f"{config.embedding}.weight", *shape)
         # Rounded to the embeddings' dtype, as in training.
         self.scale = torch.tensor(config.scales.embedding, dtype=self.embedding.dtype).item()
+        self.positions = _positions(config, weights)
         given = (weights, self.embedding.dtype, group, quantization, rounds_activations)
         self.layers = [_layer(LayerWeights(config, index, *given)) for index in range(config.num_layers)]
         self.norm = stream_norm(config, weights, config.family.norms.last)
@@ -84,6 +85,8 @@ class Llama:
         residual = functional.embedding(batch.input_ids, self.embedding)
         if self.scale != 1:
             residual.mul_(self.scale)
+        if self.positions is not None:
+            residual.add_(functional.embedding(batch.positions, self.positions))
         rotation = {rope: rotations(batch.positions, frequencies, scales) for rope, (frequencies, scales) in self.rotations.items()}
         query_scale = None if self.temperature is None else _query_scale(batch.positions, *self.temperature).to(residual.dtype)
         given = Pass(batch, cache, rotation, query_scale)
@@ -92,6 +95,7 @@ class Llama:
         for block, after in pairwise(blocks):
             output = block.forward(x, given)
             if after.parallel:
+                x = x if after.norm is None else normalise(residual, after.norm, rounds=after.rounds)
                 residual.add_(output)
             else:  # A kernel whose result only a product in fp8 reads rounds it.
                 x = add_normalise(output, residual, after.norm, inner=block.post_norm, rounds=after.rounds)
@@ -105,6 +109,14 @@ class Llama:
         if self.logits_scale != 1:
             logits.mul_(self.logits_scale)
         return logits if self.softcap is None else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def _positions(config: ModelConfig, weights: WeightSource) -> torch.Tensor | None:
+    """The embeddings of positions, if the model has them."""
+    name, unused = config.family.positions, config.family.unused_positions
+    if name is None:
+        return None
+    return weights.take(f"{name}.weight", config.max_position_embeddings + unused, config.hidden_size)[unused:]
 
 
 def _layer(weights: LayerWeights) -> Layer:
@@ -121,7 +133,7 @@ def _layer(weights: LayerWeights) -> Layer:
         feed = Mixture(weights, config.experts)
     elif config.feeds[index]:
         feed = Mlp(weights)
-    if mixer and feed and feed.parallel:  # both read the same numbers
+    if mixer and feed and feed.parallel and feed.norm is None:  # both read the same numbers
         mixer.rounds = feed.rounds = mixer.rounds and feed.rounds
     return Layer(mixer, feed, weights.projections)
 

@@ -23,7 +23,7 @@ class Mixture(Block):
         super().__init__(weights)
         config, names, source = weights.config, experts.names, weights.source
         self._activation, self._count = config.family.activation, experts.count
-        self.norm, self.parallel = weights.stream_norm(config.family.norms.mlp), config.family.parallel
+        self.norm, self.parallel = weights.stream_norm(config.mlp_norm), config.parallel
         self.post_norm = weights.stream_norm(config.family.norms.after_mlp) if config.family.post_norms else None
         self._gated = names.shared_gate is not None
         router = {f"{weights.prefix}{name}.weight": size for name, size in experts.router_rows.items()}

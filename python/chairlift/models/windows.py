@@ -33,6 +33,8 @@ def parse_windows(raw: dict[str, Any], family: Architecture, layers: int) -> tup
 
 def parse_rope_layers(raw: dict[str, Any], family: Architecture, layers: int) -> tuple[bool, ...]:
     """Returns for each layer whether it uses rotary positions."""
+    if family.positions is not None:
+        return (False,) * layers
     if family.position_type is not None:
         return (raw.get("position_embedding_type", family.position_type) == "rope",) * layers
     if family.window_rotary and raw.get("sliding_window", family.sliding_window) is not None:

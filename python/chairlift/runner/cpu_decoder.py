@@ -60,11 +60,20 @@ class _Builder:
                 rms_norm_eps=model.rms_norm_eps,
                 ropes=[(rope.frequencies(self.longest), rope.scale) for rope in self.ropes],
                 threads=self.threads,
+                positions=self.positions(),
                 embedding_scale=model.scales.embedding,
                 final_softcap=model.scales.logits_cap,
             )
         except ValueError as error:
             raise UnsupportedModel(f"{model.architecture}: {error}") from None
+
+    def positions(self) -> np.ndarray | None:
+        """The embeddings of positions, if the model has them."""
+        model, name, unused = self.model, self.model.family.positions, self.model.family.unused_positions
+        if name is None:
+            return None
+        rows = self.weights.take(f"{name}.weight", model.max_position_embeddings + unused, model.hidden_size)
+        return as_float32(rows[unused:]).reshape(-1)
 
     def head(self) -> _core.Linear:
         """The matrix of the logits: that of all tokens, or of a classifier."""
@@ -118,7 +127,9 @@ class _Builder:
         model, prefix, kv_place = self.model, f"model.layers.{index}.", self.kv_place(index)
         heads, head_dim = model.heads_of(index)
         queries, kv = model.num_heads * head_dim, heads * head_dim
-        outs = _named(prefix, model.family.projections.qkv, (queries, kv, kv))
+        projections = model.family.projections
+        fused = projections.fused and self.weights.has(f"{prefix}{projections.fused}.weight")
+        outs = _named(prefix, (projections.fused,) if projections.fused and fused else projections.qkv, (queries, kv, kv))
         if model.family.projections.gate:
             outs |= {prefix + model.family.projections.gate: queries}
         shared = kv_place[2]
@@ -129,17 +140,26 @@ class _Builder:
             outs, names = _named(prefix, model.family.projections.qkv[:1], (queries,)), names[:1] * 2
         keys_as_values = model.variants is not None and model.variants.keys_as_values and model.windows[index] is None and not shared
         norms = (queries, kv) if model.family.whole_norms else (head_dim, head_dim)
+        qk_norm: tuple[Norm, Norm] | None = None
+        if model.qk_norm and model.family.centred:
+            qk_norm = self.head_norms(names[0], model.num_heads), self.head_norms(names[1], heads)
+        elif model.qk_norm:
+            qk_norm = self.norm(names[0], norms[0]), self.norm(names[1], norms[1])
+        if model.family.gated_queries:
+            qkv = self.gated_qkv(outs, head_dim)
+        elif projections.by_head and not fused:
+            qkv = self.qkv_by_head(*outs, head_dim)
+        else:
+            qkv = self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values)
         return _core.DecoderBlock.attention(
             norm=self.input_norm(prefix, model.family.norms.attention),
-            qkv_proj=self.gated_qkv(outs, head_dim)
-            if model.family.gated_queries
-            else self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values),
+            qkv_proj=qkv,
             gated=model.family.gated_attention,
             kv=kv_place,
             o_proj=self.linear({prefix + model.family.projections.output: model.hidden_size}, queries, model.output_bias),
             scale=model.scales.attention,
             temperature=model.temperature,
-            qk_norm=(self.norm(names[0], norms[0]), self.norm(names[1], norms[1])) if model.qk_norm else None,
+            qk_norm=qk_norm,
             rotated_first=model.family.rotated_first,
             value_norm=np.ones(head_dim, np.float32) if model.variants and not shared else None,
             rope=rope if model.uses_rope[index] else None,
@@ -185,6 +205,15 @@ class _Builder:
         parts = [*both[::2], *(self.weights.part(f"{name}.weight", outs[name], hidden) for name in others), *both[1::2]]
         return self.pack([[part] for part in parts], ", ".join(outs), hidden)
 
+    def qkv_by_head(self, name: str, head_dim: int) -> _core.Linear:
+        """Packs queries, keys and values of a projection that has those of one head after another."""
+        heads, hidden = self.model.num_heads, self.model.hidden_size
+        pieces = split_rows(self.weights.part(f"{name}.weight", 3 * heads * head_dim, hidden), 3 * heads, hidden)
+        bias = self.vector(f"{name}.bias", 3 * heads * head_dim) if self.model.qkv_bias else None
+        if bias is not None:
+            bias = bias.reshape(heads, 3, head_dim).swapaxes(0, 1).reshape(-1)
+        return self.pack([[piece] for part in range(3) for piece in pieces[part::3]], name, hidden, bias)
+
     def kv_place(self, index: int) -> tuple[int, int, bool]:
         """The part of the KV cache that a layer uses, the layer in that part, and whether it is that of another layer."""
         model = self.model
@@ -209,7 +238,7 @@ class _Builder:
             gate=self.linear({f"{prefix}per_layer_input_gate": size}, hidden),
             projection=self.linear({f"{prefix}per_layer_projection": hidden}, size),
             layer=index,
-            activation=self.model.family.activation,
+            activation=self.model.activation,
             post_norm=self.norm(f"{prefix}post_per_layer_input_norm"),
             stream_scale=scale,
         )
@@ -236,8 +265,8 @@ class _Builder:
         bias = self.vector(f"{prefix}{names.router}.bias", experts.count) if names.biases else None
         choice = experts.choice_bias(self.weights.has, prefix)
         return _core.DecoderBlock.mixture(
-            norm=self.input_norm(prefix, model.family.norms.mlp),
-            parallel=model.family.parallel,
+            norm=self.input_norm(prefix, model.mlp_norm),
+            parallel=model.parallel,
             router=_core.Linear([[router]], hidden, "float32", threads=self.threads, bias=bias, isa=self.isa),
             gate_up_proj=gate_up_proj,
             down_proj=self.pack([downs], f"{prefix}experts", experts.inner, biases[1]),
@@ -252,7 +281,7 @@ class _Builder:
             shared=shared,
             shared_gate=names.shared_gate is not None,
             norms=self.mixture_norms(prefix) if names.own_norms else None,
-            activation=model.family.activation,
+            activation=model.activation,
             post_norm=self.norm(prefix + model.family.norms.after_mlp) if model.family.post_norms else None,
             residual_scale=model.scales.residual,
             stream_scale=scale,
@@ -271,11 +300,11 @@ class _Builder:
         hidden, inner = model.hidden_size, model.inner_of(index)
         outs = self.gate_up(prefix, model.family.projections, inner)
         return _core.DecoderBlock.mlp(
-            norm=self.input_norm(prefix, model.family.norms.mlp),
-            parallel=model.family.parallel,
+            norm=self.input_norm(prefix, model.mlp_norm),
+            parallel=model.parallel,
             gate_up_proj=self.linear(outs, hidden, model.mlp_bias, gated=model.gated),
             down_proj=self.linear({prefix + model.family.projections.down: hidden}, inner, model.mlp_bias),
-            activation=model.family.activation,
+            activation=model.activation,
             post_norm=self.norm(prefix + model.family.norms.after_mlp) if model.family.post_norms else None,
             residual_scale=model.scales.residual,
             stream_scale=scale,
@@ -296,6 +325,16 @@ class _Builder:
         if not family.centred:
             return weight
         return weight, self.vector(f"{name}.bias", len(weight)) * np.float32(factor) if family.norm_biases else np.zeros_like(weight)
+
+    def head_norms(self, name: str, heads: int) -> Norm:
+        """The layer norms of heads, which StableLM has in a tensor each."""
+        model, size = self.model, self.model.head_dim
+        if self.weights.has(f"{name}.weight"):
+            rows = as_float32(self.weights.take(f"{name}.weight", heads, size))
+        else:
+            rows = np.stack([self.vector(f"{name}.norms.{head}.weight", size) for head in range(heads)])
+        weight = rows[:, model.head_order].reshape(-1)
+        return weight, np.zeros_like(weight)
 
     def vector(self, name: str, size: int) -> np.ndarray:
         """A one-dimensional tensor."""

@@ -7,9 +7,10 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +40,34 @@ OTHER_PARTS = ("mtp.", "model.mtp_layers.", "visual.")
 NEEDLESS = (
     *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
     *("_proj.output_scale", "attn.prob_output_scale"),
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
 )
-"""Suffixes of tensors that a model may ignore: old tables of rotary angles, and scales of activations and of a KV cache in 8 bits."""
+"""Suffixes of tensors that a model may ignore: old tables of rotary angles and masks, scales of activations and of a KV cache in 8 bits."""
 
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
 """Prefixes of the decoder's tensors in a model that also reads images."""
-BACKBONE = "backbone."
-"""The prefix in Nemotron H, which also has another name for the embeddings."""
+
+
+class Names(NamedTuple):
+    """How a checkpoint names a decoder's tensors.
+
+    Names begin with `prefix` instead of `model.`, and have other `words`. Matrices with the suffixes `transposed` are [inputs, outputs].
+    """
+
+    prefix: str
+    words: Mapping[str, str] = MappingProxyType({})
+    transposed: tuple[str, ...] = ()
+
+
+GPT2_NAMES = Names("transformer.", {"embed_tokens": "wte", "layers": "h"}, ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+NAMES = {
+    "backbone.embeddings.weight": Names("backbone.", {"embed_tokens": "embeddings"}),
+    "gpt_neox.embed_in.weight": Names("gpt_neox.", {"embed_tokens": "embed_in", "lm_head": "embed_out"}),
+    "transformer.wte.weight": GPT2_NAMES,
+    "wte.weight": GPT2_NAMES._replace(prefix=""),
+    **{f"{prefix}embed_tokens.weight": Names(prefix) for prefix in ("model.", "", "model.decoder.", "decoder.", *WRAPPED_PREFIXES)},
+}
+"""By the tensor of the embeddings."""
 BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int] | Callable[[], NDArray[np.uint8]], int]
@@ -122,18 +144,26 @@ class SafetensorWeights(Weights):
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._pages = FilePages({file.path for file in self._files.values()})
         self._unused = set(self._files)
-        self._prefix = decoder_prefix(self._files)
+        self._names = decoder_names(self._files)
 
     def _stored(self, name: str) -> str:
         """A tensor's name in the files."""
-        return stored_name(name, self._prefix)
+        return stored_name(name, self._names)
 
     def take(self, name: str, *shape: int) -> Array:
         """Returns a tensor in the file's dtype."""
-        return as_array(*self.find(name, *shape))
+        if self._is_transposed(name):
+            return np.ascontiguousarray(as_array(*self._find(name, *shape[::-1])).T)
+        return as_array(*self._find(name, *shape))
 
-    def find(self, name: str, *shape: int, dtypes: dict[str, tuple[str, int]] = DTYPES) -> tuple[SafetensorsFile, str]:
+    def find(self, name: str, *shape: int) -> tuple[SafetensorsFile, str] | None:
         """Returns the file of a tensor, and its name there."""
+        return None if self._is_transposed(name) else self._find(name, *shape)
+
+    def _is_transposed(self, name: str) -> bool:
+        return name.endswith(self._names.transposed)
+
+    def _find(self, name: str, *shape: int, dtypes: dict[str, tuple[str, int]] = DTYPES) -> tuple[SafetensorsFile, str]:
         name = self._stored(name)
         file = self._check(name, shape, dtypes=dtypes)
         self._unused.discard(name)
@@ -189,7 +219,7 @@ class SafetensorWeights(Weights):
 
     def packed(self, name: str, *shape: int, index: int | None = None) -> NDArray[np.uint8]:
         """Returns a tensor of bytes, or an entry of it."""
-        return as_array(*self.find(name, *shape, dtypes=BYTE_DTYPES), index)
+        return as_array(*self._find(name, *shape, dtypes=BYTE_DTYPES), index)
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of all files if experts have blocks of MXFP4."""
@@ -201,7 +231,9 @@ class SafetensorWeights(Weights):
         layer = name.removesuffix(".weight")
         if len(shape) == 2 and self.is_quantised(layer):  # a tensor of all experts is not quantised
             return made("float32", shape[0], lambda: self._multiplied_out(layer, *shape))
-        file, stored = self.find(name, *shape)
+        if self._is_transposed(name):
+            return in_memory(self.take(name, *shape))
+        file, stored = self._find(name, *shape)
         if file.path not in self._kernel_files:
             self._kernel_files[file.path] = _core.TensorFile(file.path)
         entry = file.tensors[stored]
@@ -220,7 +252,7 @@ class SafetensorWeights(Weights):
         """Raises UnsupportedModel if a tensor of the decoder was not used, except a tied head and the tensors of NEEDLESS."""
         ignored = {self._stored("lm_head.weight")} if isinstance(model, ModelConfig) and model.tie_word_embeddings else set()
         # With a prefix there are other parts beside the decoder, such as an image encoder.
-        own = self._prefix if self._prefix in WRAPPED_PREFIXES else ""
+        own = self._names.prefix if self._names.prefix in WRAPPED_PREFIXES else ""
         unused = (name for name in self._unused - ignored if name.startswith(own) and not _is_shared(name, model))
         unused = (name for name in unused if not name.startswith(OTHER_PARTS) and not _is_later(name, model))
         extra = sorted(name for name in unused if not name.endswith(NEEDLESS) and not self._is_empty_bias(name) and _matters(name, model))
@@ -377,21 +409,18 @@ class GGUFWeights(Weights):
         self._unused.discard(name)
 
 
-def decoder_prefix(names: Iterable[str]) -> str:
-    """Returns what the names of a decoder's tensors begin with. Embedding models, such as Qwen3-Embedding, have no prefix."""
-    known = set(names)
-    if f"{BACKBONE}embeddings.weight" in known:
-        return BACKBONE
-    return next((prefix for prefix in ("model.", "", *WRAPPED_PREFIXES) if f"{prefix}embed_tokens.weight" in known), "model.")
+def decoder_names(found: Iterable[str]) -> Names:
+    """Returns how the tensors of a decoder are named. Embedding models, such as Qwen3-Embedding, have no prefix."""
+    known = set(found)
+    return next((names for embeddings, names in NAMES.items() if embeddings in known), Names("model."))
 
 
-def stored_name(name: str, prefix: str) -> str:
-    """Returns the name of a tensor in a checkpoint whose decoder has this prefix."""
-    if prefix == BACKBONE:
-        name = name.replace("model.embed_tokens.", "model.embeddings.")
+def stored_name(name: str, names: Names) -> str:
+    """Returns the name of a tensor in a checkpoint with these names."""
+    name = ".".join(names.words.get(word, word) for word in name.split("."))
     if name.startswith("model."):
-        return prefix + name.removeprefix("model.")
-    return f"language_model.{name}" if prefix == "language_model.model." else name
+        return names.prefix + name.removeprefix("model.")
+    return f"language_model.{name}" if names.prefix == "language_model.model." else name
 
 
 def _is_shared(name: str, model: ModelShape) -> bool:

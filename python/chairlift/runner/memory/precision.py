@@ -255,7 +255,7 @@ def _compute(
     config: EngineConfig, model: ModelShape, available: int, quantised: str | None, quantization: str | None, is_gguf: bool
 ) -> tuple[str, str]:
     """torch's dtype of activations and the reason. It is the checkpoint's on a CUDA device, float32 on a CPU if that fits."""
-    large = model.architecture in BEYOND_FLOAT16 or (isinstance(model, ModelConfig) and model.family.activation == "relu2")
+    large = model.architecture in BEYOND_FLOAT16 or (isinstance(model, ModelConfig) and model.activation == "relu2")
     if config.dtype == "float16" and large:
         raise InvalidSetting(f"--dtype float16: activations of {model.architecture} exceed its largest number; take bfloat16")
     if config.dtype != "auto":

@@ -19,6 +19,7 @@ def part_of(model: ModelShape, size: int) -> ModelConfig:
         "experts": model.experts is not None,
         "recurrent layers": model.recurrence is not None,
         "norms of all heads together": model.family.whole_norms,
+        "norms of each head": model.qk_norm and model.family.centred,
     }
     if whole := " and ".join(name for name, part in parts.items() if part):
         raise InvalidSetting(
