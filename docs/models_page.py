@@ -46,7 +46,7 @@ def _features(known: Architecture) -> list[str]:
         "squares of positive numbers instead of gates": known.activation == "relu2",
         "sliding windows": known.windows is not Windows.NONE,
         "rotary frequencies by kind of layer": known.local_theta is not None,
-        "rotation of a part of each head": known.partial_rotary,
+        "rotation of a part of each head": known.rotary is not None,
         "rotation of neighbouring numbers": known.adjacent_pairs,
         "layers without rotary positions": known.no_rope_interval is not None or known.window_rotary,
         "models without rotary positions": known.position_type is not None,

@@ -264,6 +264,15 @@ def test_rotary_positions_are_switched_off_as_in_llama_cpp(tmp_path: Path, kind:
     assert config.scales.attention == config.head_dim**-0.5
 
 
+def test_experts_of_trinity_are_weighted_as_the_file_says(tmp_path: Path) -> None:
+    (settings, *_) = (settings for kind, settings in TINY if kind == "afmoe")
+    for said in (True, False):
+        gguf_of(tiny_model("afmoe", **settings), tmp_path / "tiny.gguf", replaced={"afmoe.expert_weights_norm": said})
+        experts = ModelConfig.parse(model_config(GGUFFile(tmp_path / "tiny.gguf", BLOCKS.get))).experts
+        assert experts is not None
+        assert experts.normalised == said
+
+
 def _keys_of_the_package(kinds: Any) -> list[str]:
     """All metadata keys that the gguf package knows, for the architecture llama."""
     found: list[str] = []

@@ -393,8 +393,8 @@ def test_the_second_layout_of_gptq_has_two_spellings(key):
     ("changes", "message"),
     [
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            r"GPT2LMHeadModel has no code of ours \(docs/models\.md lists what has\)",
+            {"architectures": ["MptForCausalLM"]},
+            r"MptForCausalLM has no code of ours \(docs/models\.md lists what has\)",
         ),
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
         ({"rope_scaling": {"rope_type": "spiral"}}, r"'spiral' has no code of ours \(there is for default, linear, dynamic, llama3, yarn"),
@@ -443,6 +443,12 @@ def test_the_second_layout_of_gptq_has_two_spellings(key):
         (CONVOLUTIONS | {"block_ffn_dim_multiplier": 1e-9}, "block_ff_dim and block_ffn_dim_multiplier make 6.4e-08 of the inner size"),
         (HYBRID | {"time_step_limit": [0.1, 10**400]}, "time_step_limit must be two ascending numbers"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 2**31}, "sliding_window must be a positive integer, got 2147483648"),
+        ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "attention scores of other scales"),
+        ({"architectures": ["GPT2LMHeadModel"], "scale_attn_weights": False}, "attention scores of other scales"),
+        ({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, "add_cross_attention"),
+        ({"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "tanh"}, "hidden_act 'tanh' has no code of ours"),
+        ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "as in OPT 350M"),
+        ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 8}, "as in OPT 350M"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": 60, "num_attention_heads": 4}, "head_dim must be even"),
@@ -524,6 +530,22 @@ def test_names_and_values_of_published_files_are_known(name, changes):
     assert model.unread == ()
     if model.experts:
         assert (model.experts.used, model.experts.groups) == (2, None)
+
+
+def test_published_files_of_gpt_2_opt_and_pythia_have_names_of_their_own():
+    shape = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "n_ctx": 128, "n_inner": None, "vocab_size": 100}
+    rest = {"attn_pdrop": 0.1, "summary_type": "cls_index", "summary_use_proj": True, "layer_norm_epsilon": 1e-6}
+    gpt2 = ModelConfig.parse({"architectures": ["GPT2LMHeadModel"], **shape, **rest, "activation_function": "gelu"})
+    assert (gpt2.hidden_size, gpt2.intermediate_size, gpt2.num_layers, gpt2.num_heads, gpt2.max_position_embeddings) == (64, 256, 3, 4, 128)
+    assert (gpt2.activation, gpt2.rms_norm_eps, gpt2.tie_word_embeddings, gpt2.uses_rope) == ("gelu", 1e-6, True, (False,) * 3)
+    own = {"ffn_dim": 96, "do_layer_norm_before": True, "word_embed_proj_dim": 64, "layerdrop": 0.1, "activation_function": "relu"}
+    opt = parse(architectures=["OPTForCausalLM"], _remove_final_layer_norm=False, prefix="</s>", **own)
+    assert (opt.activation, opt.qkv_bias, opt.mlp_bias) == ("relu", True, True)
+    pythia = parse(architectures=["GPTNeoXForCausalLM"], rotary_pct=0.5, rotary_emb_base=500, hidden_act="gelu_fast")
+    assert (pythia.rope, pythia.parallel, pythia.mlp_norm) == (RopeConfig(dim=8, theta=500.0), True, "post_attention_layernorm")
+    assert parse(architectures=["GPTNeoXForCausalLM"]).rope.dim == 4
+    assert (pythia.activation, parse(architectures=["GPTNeoXForCausalLM"]).activation) == ("gelu_new", "gelu")
+    assert {model.unread for model in (gpt2, opt, pythia)} == {()}
 
 
 def test_the_rotary_base_of_cohere2_is_transformers_where_config_json_is_silent():

@@ -49,7 +49,7 @@ AFMOE = Architecture(
         shared_count=("num_shared_experts", 2),
         scale="route_scale",
         dense=("num_dense_layers", 1),
-        normalised=True,
+        normalised=("route_norm", True),
         groups=(1, 1),
     ),
 )

@@ -16,6 +16,7 @@ COHERE = Architecture(
     theta=500_000.0,
     qk_norm=("use_qk_norm", False),
     centred=True,
+    norm_biases=False,
     parallel=True,
     adjacent_pairs=True,
     logit_scale=0.0625,

@@ -17,7 +17,6 @@ GLM = Architecture(
     output_bias=False,
     projections=Projections(gate_up=("mlp.gate_up_proj",)),
     adjacent_pairs=True,
-    partial_rotary=True,
     rotary=0.5,
 )
 GLM4 = replace(
@@ -59,7 +58,6 @@ GLM4_MOE = Architecture(
     qkv_bias=("attention_bias", False),
     output_bias=False,
     qk_norm=True,
-    partial_rotary=True,
     rotary=0.5,
     mixture=replace(SIGMOID, dense=("first_k_dense_replace", 1), groups=(1, 1)),
 )

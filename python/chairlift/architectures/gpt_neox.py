@@ -33,10 +33,8 @@ GPT_NEOX = Architecture(
         down="mlp.dense_4h_to_h",
     ),
     norms=Norms(parallel="post_attention_layernorm", last="model.final_layer_norm"),
-    partial_rotary=True,
     rotary=0.25,
     centred=True,
-    norm_biases=True,
     parallel=("use_parallel_residual", True),
     activation="gelu",
 )
@@ -74,7 +72,6 @@ GPT2 = Architecture(
     norms=Norms(attention="ln_1", mlp="ln_2", last="model.ln_f"),
     positions="model.wpe",
     centred=True,
-    norm_biases=True,
     activation="gelu_new",
 )
 GPTJ = replace(
@@ -93,7 +90,7 @@ GPTJ = replace(
     ),
     norms=Norms(attention="ln_1", last="model.ln_f"),
     positions=None,
-    partial_rotary=True,
+    rotary=1.0,
     adjacent_pairs=True,
     parallel=True,
 )
@@ -112,6 +109,5 @@ OPT = Architecture(
     positions="model.embed_positions",
     unused_positions=2,
     centred=True,
-    norm_biases=True,
     activation="relu",
 )

@@ -50,6 +50,6 @@ MINIMAX_M2 = Architecture(
     output_bias=False,
     qk_norm=True,
     whole_norms=True,
-    partial_rotary=True,
+    rotary=1.0,
     mixture=replace(EXPERTS, scores=Scores.SIGMOID, choice_bias=CHOICE_BIAS),
 )

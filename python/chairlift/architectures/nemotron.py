@@ -22,11 +22,9 @@ NEMOTRON = Architecture(
     rms_norm_eps=1e-5,
     projections=Projections(gate_up=("mlp.up_proj",)),
     mlp_bias=False,
-    partial_rotary=True,
     rotary=0.5,
     norm_offset=1.0,
     centred=True,
-    norm_biases=True,
     activation="relu2",
 )
 NEMOTRON_H = Architecture(

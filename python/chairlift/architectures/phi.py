@@ -19,10 +19,8 @@ PHI = Architecture(
     head_bias=True,
     projections=Projections(fused="self_attn.qkv_proj", output="self_attn.dense", gate_up=("mlp.fc1",), down="mlp.fc2"),
     norms=Norms(last="model.final_layernorm"),
-    partial_rotary=True,
     rotary=0.5,
     centred=True,
-    norm_biases=True,
     parallel=True,
     activation="gelu_new",
 )
@@ -39,6 +37,6 @@ PHI3 = Architecture(
     rms_norm_eps=1e-5,
     output_bias=False,
     projections=Projections(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-    partial_rotary=True,
+    rotary=1.0,
     windows=Windows.ALL,
 )

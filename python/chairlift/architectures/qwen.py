@@ -133,7 +133,6 @@ QWEN3_NEXT = Architecture(
     kv_heads=2,
     head_dim=256,
     rotary=0.25,
-    partial_rotary=True,
     qk_norm=True,
     norm_offset=1.0,
     gated_attention=True,

@@ -15,10 +15,8 @@ STABLELM = Architecture(
     qkv_bias=("use_qkv_bias", False),
     output_bias=False,
     norms=Norms(query="self_attn.q_layernorm", key="self_attn.k_layernorm"),
-    partial_rotary=True,
     rotary=0.25,
     centred=True,
-    norm_biases=True,
     qk_norm=("use_qk_norm", False),
     parallel=("use_parallel_residual", False),
 )

@@ -20,6 +20,5 @@ STARCODER2 = Architecture(
     projections=Projections(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
     windows=Windows.ALL,
     centred=True,
-    norm_biases=True,
     activation="gelu_new",
 )

@@ -180,7 +180,7 @@ def _head_sizes(file: GGUFFile, kind: str, architecture: Architecture, usual: in
     value = file.size(f"{kind}.attention.value_length", head_dim)
     if architecture.latent:
         return rotary, rotary, _latent(file, kind, rotary, head_dim, value)
-    if value != head_dim or (rotary != head_dim and not architecture.partial_rotary and not architecture.single):
+    if value != head_dim or (rotary != head_dim and architecture.rotary is None and not architecture.single):
         raise UnsupportedModel(f"{file.path}: rotary or value dimensions that differ from the head's {head_dim} cannot be read")
     return head_dim, rotary, {}
 
@@ -268,7 +268,7 @@ def _experts(file: GGUFFile, kind: str, mixture: Mixture, layers: int) -> dict[s
     inner = None if mixture.inner == "moe_intermediate_size" else size("feed_forward_length")
     found[mixture.inner] = size("expert_feed_forward_length", inner)
     if (normalised := file.get(f"{kind}.expert_weights_norm", bool)) not in (None, mixture.normalised):
-        found["norm_topk_prob"] = normalised
+        found[mixture.normalised[0] if isinstance(mixture.normalised, tuple) else "norm_topk_prob"] = normalised
     if mixture.switch:
         found[mixture.switch] = True
     if mixture.choice_bias:

@@ -107,9 +107,16 @@ class LayerWeights:
         return linear
 
     def fused_qkv(self) -> tuple[str, ...]:
-        """The projection of queries, keys and values, if the checkpoint has one instead of those that the architecture has."""
+        """The projection of queries, keys and values, if the checkpoint has one instead of those that the architecture has.
+
+        Raises UnsupportedModel if it would be split.
+        """
         fused = self.config.family.projections.fused
-        return (fused,) if fused and self.source.has(f"{self.prefix}{fused}.weight") else ()
+        if not fused or not self.source.has(f"{self.prefix}{fused}.weight"):
+            return ()
+        if self.group.size > 1:
+            raise UnsupportedModel(f"{self.prefix}{fused} is a fused projection, which cannot be split among processes")
+        return (fused,)
 
     def gate_up(self, names: Projections, inner: int, bias: bool = False) -> Linear:
         """The projections gate and up of an MLP, or up alone if it has no gate."""
@@ -259,7 +266,7 @@ class Mlp(Block):
 def stream_norm(config: ModelConfig, source: WeightSource, name: str) -> Norm:
     """A norm of the residual stream."""
     family, size = config.family, config.hidden_size
-    bias = source.take(f"{name}.bias", size) if family.norm_biases else None
+    bias = source.take(f"{name}.bias", size) if family.centred and family.norm_biases else None
     return Norm(norm_weight(config, source, name, size), config.rms_norm_eps, family.centred, bias)
 
 

@@ -18,7 +18,7 @@ _DESCRIPTIVE = re.compile(
     r"_\w+|architectures|model_type|auto_map|transformers[\w.]*|unsloth_\w+|(torch_)?dtype|tokenizer_class|quantization\w*|is_llama_config"
     r"|finetuning_task|task_specific_params|prefix|sentence_transformers|sbert_\w+|problem_type|num_labels|id2label|label2id"
     # Training.
-    r"|\w*(dropout|pdrop)\w*|\w*initializer_\w+|\w*_init(_\w+)?|init_\w+|\w*(aux|z)_loss\w*|seq_aux|\w*jitter\w*|rescale_prenorm_residual"
+    r"|\w*(dropout|pdrop|layerdrop)\w*|\w*initializer_\w+|\w*_init(_\w+)?|init_\w+|\w*(aux|z)_loss\w*|seq_aux|\w*jitter\w*|rescale_prenorm_residual"
     r"|gradient_checkpointing|neftune_\w+|\w*fused?_\w+|time_step_\w+|sparse_pred\w*"
     # How it is computed, with the same result.
     r"|use_cache|cache_implementation|\w*_dtype|output_\w+|return_dict|torchscript|use_bfloat16|\w*logits_to_keep|pretraining_tp|ep_size"
@@ -49,8 +49,7 @@ _USUAL = {
     "normalization_function": ("rmsnorm",),
     "layer_norm_type": ("layer_norm",),
     "scoring_func": ("softmax", "sigmoid"),
-    "score_func": ("sigmoid",),  # this and the next are Trinity's
-    "route_norm": (True,),
+    "score_func": ("sigmoid",),  # Trinity's
     "position_embedding_type": ("absolute", "rope", "rotary", "rope_gptj"),
     "attn_output_gate": (True,),  # whose matrices have other sizes without it
     "qk_norm": (True,),  # as all models have it whose code does not read this

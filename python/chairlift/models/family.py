@@ -45,28 +45,28 @@ def parse_activation(raw: dict[str, Any], family: Architecture) -> str:
 
 def check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationScheme | None:
     """Returns how layers are quantised. Raises NoNativeModel for features that the architecture allows but the native code lacks."""
-    if family.gated_attention and raw.get("attention_bias"):
-        raise NoNativeModel("biases of gated attention have no code of ours")
-    # "vision" is about tokens of images alone.
-    if raw.get("use_bidirectional_attention") not in (None, False, "vision") or raw.get("is_causal") is False:
-        raise NoNativeModel("attention to later tokens has no code of ours")
-    if raw.get("use_parallel_residual") and not isinstance(family.parallel, tuple):
-        raise NoNativeModel("attention beside the MLP (use_parallel_residual) has no code of ours in this architecture")
-    if family.centred and not family.qk_norm and (raw.get("use_qk_norm") or raw.get("qk_layernorm")):
-        raise NoNativeModel("layer norms of queries and keys have no code of ours")
-    if raw.get("scale_attn_by_inverse_layer_idx") or raw.get("scale_attn_weights") is False:
-        raise NoNativeModel("attention scores of other scales than by the size of a head have no code of ours")
-    if raw.get("add_cross_attention"):
-        raise NoNativeModel("attention to another model's states (add_cross_attention) has no code of ours")
-    if family.model_type == "opt" and (
-        raw.get("do_layer_norm_before") is False or raw.get("word_embed_proj_dim", hidden := raw.get("hidden_size")) != hidden
-    ):
-        raise NoNativeModel("norms after blocks, or embeddings of another size, as in OPT 350M, have no code of ours")
-    if raw.get("clip_qkv") is not None:
-        raise NoNativeModel("clipped queries, keys and values have no code of ours")
-    # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.
-    if family.mixture and family.windows is Windows.NONE and raw.get("use_sliding_window") and raw.get("sliding_window", 1):
-        raise NoNativeModel(f"sliding windows in {family.name} have no code of ours")
+    window = raw.get("use_sliding_window") and raw.get("sliding_window", 1)
+    lacking = {
+        "biases of gated attention have": family.gated_attention and raw.get("attention_bias"),
+        # "vision" is about tokens of images alone.
+        "attention to later tokens has": raw.get("use_bidirectional_attention") not in (None, False, "vision")
+        or raw.get("is_causal") is False,
+        "attention beside the MLP (use_parallel_residual) in this architecture has": raw.get("use_parallel_residual")
+        and not isinstance(family.parallel, tuple),
+        "layer norms of queries and keys have": family.centred
+        and not family.qk_norm
+        and (raw.get("use_qk_norm") or raw.get("qk_layernorm")),
+        "attention scores of other scales than by the size of a head have": raw.get("scale_attn_by_inverse_layer_idx")
+        or raw.get("scale_attn_weights") is False,
+        "attention to another model's states (add_cross_attention) has": raw.get("add_cross_attention"),
+        "norms after blocks, as in OPT 350M, have": raw.get("do_layer_norm_before") is False,
+        "embeddings of another size, as in OPT 350M, have": raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")),
+        "clipped queries, keys and values have": raw.get("clip_qkv") is not None,
+        # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.
+        f"sliding windows in {family.name} have": family.mixture and family.windows is Windows.NONE and window,
+    }
+    if found := next((what for what, asked in lacking.items() if asked), None):
+        raise NoNativeModel(f"{found} no code of ours")
     quantization = raw.get("quantization_config") or raw.get("quantization")  # the second is MLX's name
     if family.sinks and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         return None  # the experts of gpt-oss alone, whose tensors have names of their own

@@ -99,7 +99,7 @@ def _parse(raw: Mapping[str, Any], family: Architecture, theta: float, head_dim:
         base *= parse_number(table, "alpha") ** (head_dim / (head_dim - 2))
     if kind == "yarn" and base <= 1:
         raise UnsupportedModel(f"config.json: rope_theta must be more than 1 with YaRN, got {base}")
-    usual = raw["rotary_dim"] / head_dim if is_positive(raw.get("rotary_dim")) else family.rotary  # MiniMax-M2's name
+    usual = raw["rotary_dim"] / head_dim if is_positive(raw.get("rotary_dim")) else family.rotary or 1.0  # MiniMax-M2's name
     partial = table.get("partial_rotary_factor", raw.get("partial_rotary_factor", usual))
     dim = head_dim if kind == "proportional" else _rotary_dim(partial, family, head_dim)
     if kind == "proportional":
@@ -114,7 +114,7 @@ def _rotary_dim(partial: Any, family: Architecture, head_dim: int) -> int:
     """Returns how many numbers of each head are rotated."""
     if partial in (None, 1, 1.0):
         return head_dim
-    if not family.partial_rotary:
+    if family.rotary is None:
         raise NoNativeModel(f"partial_rotary_factor {partial} has no code of ours (there is for 1)")
     dim = int(head_dim * partial + 1e-6) if isinstance(partial, float) and 0 < partial < 1 else 0
     if dim == 0 or dim % 2:

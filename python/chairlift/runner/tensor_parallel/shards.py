@@ -8,9 +8,9 @@ from chairlift.layers.linear import Quantised, Weight
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.models.forward_batch import WeightSource
 
-_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "fc1")
+_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "fc1", "fc_in")
 """Column-parallel projections: each process computes some outputs (rows of the weight)."""
-_COLUMNS = ("o_proj", "down_proj", "dense", "c_proj", "fc2")
+_COLUMNS = ("o_proj", "down_proj", "dense", "c_proj", "fc2", "fc_out", "out_proj")
 """Row-parallel projections: each process has some inputs (columns of the weight), and the results are summed."""
 
 
