@@ -55,7 +55,7 @@ def code(llm: LLM) -> list[str]:
     ("name", "changes", "by"),
     [
         ("gemma2", MIXED, "Gemma2ForCausalLM, in Rust"),
-        ("gpt_neox", {}, "transformers' GPTNeoXForCausalLM, with paged attention"),
+        ("apertus", {}, "transformers' ApertusForCausalLM, with paged attention"),
         ("gpt_oss", EXPERTS | MIXED, "GptOssForCausalLM, in Rust"),
         ("vaultgemma", MIXED, "transformers' VaultGemmaForCausalLM, with paged attention"),
         ("llama", {"rope_parameters": YARN}, "LlamaForCausalLM, in Rust"),
@@ -93,11 +93,11 @@ def test_weights_of_another_format_are_named(save, tmp_path):
 
 
 def test_weights_that_are_missing_are_not_made_up(save, tmp_path):
-    save("gpt_neox")
+    save("apertus")
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"lacks weights .* gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
+    with pytest.raises(UnsupportedModel, match=r"lacks weights .* model.layers.1.mlp.up_proj.weight"):
         LLM(str(tmp_path), **SETTINGS)
 
 
@@ -117,7 +117,7 @@ def test_a_quantised_checkpoint_needs_packages_before_it_is_read(method, package
 
 
 def test_a_device_gets_weights_from_the_files_and_not_by_way_of_the_host(save, tmp_path, monkeypatch):
-    save("gpt_neox")
+    save("apertus")
     model, device, found = load_shape(tmp_path), torch.device("meta"), []
 
     class Decoders:
@@ -132,7 +132,7 @@ def test_a_device_gets_weights_from_the_files_and_not_by_way_of_the_host(save, t
     assert found == [device]
     monkeypatch.setattr(transformers_model, "_installed", lambda name: False)
     with pytest.raises(
-        UnsupportedModel, match=r"^transformers loads GPTNeoXForCausalLM onto a device with accelerate: pip install accelerate$"
+        UnsupportedModel, match=r"^transformers loads ApertusForCausalLM onto a device with accelerate: pip install accelerate$"
     ):
         TransformersModel.load(model, tmp_path, torch.float32, device, 64, None)
     assert len(found) == 1

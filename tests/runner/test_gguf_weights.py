@@ -1,5 +1,6 @@
 """GGUF files on the CPU's kernels: every block type to the bit, mixed types, types that become fp32, damaged files."""
 
+import json
 import logging
 import os
 import shutil
@@ -228,8 +229,10 @@ def test_tensors_that_contradict_the_metadata_are_refused(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_transformers_code_computes_a_file_that_there_is_no_other_code_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("cohere", use_qk_norm=True, tie_word_embeddings=True)
+    model = tiny_model("llama", hidden_act="gelu")
     directory = converted(tmp_path / "tiny.gguf", model, Kind.F32)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"hidden_act": "gelu"}))
     with caplog.at_level(logging.WARNING, logger="chairlift"):
         runner = build_runner(EngineConfig(device="cpu", runner="torch", num_kv_blocks=20, block_size=8), directory)
     assert "transformers' code computes it, with weights dequantised to torch.float32" in caplog.text

@@ -285,7 +285,7 @@ def gguf_of(
             known = names.get_name(stem) or names.get_name(f"{stem}.layer") or {"score": "cls.output"}[stem]
             pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}  # a dimension of 1 is left out
         for name, piece in pieces.items():
-            plain = piece.ndim == 1 or name.endswith("bias") or "ffn_gate_inp" in name
+            plain = piece.ndim == 1 or name.endswith(("bias", "_norm.weight")) or "ffn_gate_inp" in name
             used = gguf.GGMLQuantizationType.F32 if plain else (kinds or {}).get(stem, quantization)
             writer.add_tensor(name, quantized(np.ascontiguousarray(piece), used), raw_dtype=used)
     if frequencies is not None:

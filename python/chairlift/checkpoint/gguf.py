@@ -121,7 +121,7 @@ def _write(
     _write_json(out / "generation_config.json", generation)
     _write_modules(modules, out)
     _named(file, architecture_of(file)[1])  # checks that all layers are there
-    if unknown := check_keys(file.path, file.unread(), config["head_dim"], config["max_position_embeddings"]):
+    if unknown := check_keys(file.path, file.unread(), config["head_dim"], file.context_length):
         log.warning("%s has metadata that is not known here and not used: %s", file.path.name, ", ".join(unknown))
     if file.value(f"{file.get('general.architecture', str)}.context_length") == 0:
         log.warning("%s says that its context length is 0: taking %d tokens", file.path.name, file.context_length)

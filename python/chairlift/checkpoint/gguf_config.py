@@ -115,7 +115,9 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         config |= _variants(file, kind, config, inner, kv_heads)
     if architecture is QWEN3:
         config |= _classifier(file, kind)
-    return config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+    own = {usual: name for name, usual in architecture.entries.items()}
+    found = config | _positions(file, kind, architecture, layout) | _token_ids(file, vocab_size)
+    return {own.get(name, name): value for name, value in found.items()}
 
 
 def _biases(file: GGUFFile, architecture: Architecture) -> dict[str, bool]:
