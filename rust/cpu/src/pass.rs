@@ -373,12 +373,12 @@ impl<'a> Pass<'a> {
             if let Some(next) = kept {
                 // SAFETY: only the index that packs the row writes its copy (see `Pass`).
                 let copy = unsafe { self.output.write(t * hidden_size, hidden_size) };
-                match next.norm() {
+                if let Some(norm) = next.norm() {
                     // SAFETY: an earlier phase wrote this row (see `Pass`).
-                    Some(norm) => {
-                        norm.apply(self.isa, self.config.rms_norm_eps, unsafe { self.hidden.read(t * hidden_size, hidden_size) }, copy)
-                    }
-                    None => copy.copy_from_slice(out),
+                    let stream = unsafe { self.hidden.read(t * hidden_size, hidden_size) };
+                    norm.apply(self.isa, self.config.rms_norm_eps, stream, copy);
+                } else {
+                    copy.copy_from_slice(out);
                 }
             }
             keep(deltas, t, out);
