@@ -63,6 +63,8 @@ def test_two_processes_answer_as_one_does(
         ("llama", 4, "6 attention heads, which cannot be split into 4"),
         ("qwen3-moe", 2, "the experts of Qwen3MoeForCausalLM cannot be split: leave it out. The model must fit into one device"),
         ("olmo2", 2, "the norms of all heads together of Olmo2ForCausalLM cannot be split"),
+        ("cohere-norms", 2, "the norms of each head of CohereForCausalLM cannot be split"),
+        ("gpt2", 2, "the fused projections of GPT2LMHeadModel, attn.c_attn, cannot be split"),
         ("deepseek-v3", 2, "the latents and experts of DeepseekV3ForCausalLM cannot be split"),
     ],
 )
