@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from chairlift.server.routes.openai.openapi import REQUESTS
+from chairlift.server.routes.openai.openapi import OPERATIONS
 
 DEEP: Any = "x"
 for _ in range(60):
@@ -81,8 +81,9 @@ class Confused(NamedTuple):
 
 def confused_bodies() -> Iterator[Confused]:
     """All of them."""
-    for path, _, model, _, _ in REQUESTS:
-        if model is None:
+    for operation in OPERATIONS:
+        path, model = operation.path, operation.request
+        if operation.method != "POST" or not isinstance(model, type):
             continue
         for field in _fields(model):
             rest = json.dumps({name: value for name, value in BASES[path].items() if name != field})[1:-1]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -15,15 +16,26 @@ import chairlift
 from chairlift.server.chat.request import ChatRequest
 from chairlift.server.errors import SHARED_PATHS
 from chairlift.server.http.responses import to_json_bytes
+from chairlift.server.routes import sequences
 from chairlift.server.routes.anthropic.message_request import CountRequest, MessagesRequest
+from chairlift.server.routes.anthropic.messages import count_tokens, messages
+from chairlift.server.routes.ollama import chat as ollama
+from chairlift.server.routes.ollama import embed as ollama_embed
+from chairlift.server.routes.ollama import manage as ollama_manage
+from chairlift.server.routes.ollama import models as ollama_models
 from chairlift.server.routes.ollama.chat_request import GenerateRequest, OllamaChatRequest
 from chairlift.server.routes.ollama.embed import EmbedRequest, OldEmbedRequest
-from chairlift.server.routes.ollama.models import ShowRequest
+from chairlift.server.routes.openai import batches, files
 from chairlift.server.routes.openai.batches import BatchCreateRequest
-from chairlift.server.routes.openai.embeddings import EmbeddingRequest
-from chairlift.server.routes.openai.models import MAX_PAGE
-from chairlift.server.routes.openai.rerank import RerankRequest
+from chairlift.server.routes.openai.chat import chat_completions
+from chairlift.server.routes.openai.completions import completions
+from chairlift.server.routes.openai.embeddings import EmbeddingRequest, embeddings
+from chairlift.server.routes.openai.models import MAX_PAGE, model, models
+from chairlift.server.routes.openai.rerank import RerankRequest, rerank
 from chairlift.server.routes.openai.response_request import ResponsesRequest
+from chairlift.server.routes.openai.responses import input_tokens, responses
+from chairlift.server.routes.ops import status
+from chairlift.server.routes.ops.explain import explain
 from chairlift.server.routes.sequences import (
     SequenceAppendRequest,
     SequenceForkRequest,
@@ -32,8 +44,8 @@ from chairlift.server.routes.sequences import (
     SequenceRewindRequest,
     SequenceUpdateRequest,
 )
-from chairlift.server.routes.sessions import CloseSessionRequest
-from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
+from chairlift.server.routes.sessions import CloseSessionRequest, close_session
+from chairlift.server.routes.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize, tokenizer_info
 from chairlift.server.schema.fields import REQUEST_ID, CompletionRequest
 from chairlift.server.schema.response_format import object_schema
 from chairlift.server.service import service_of
@@ -51,56 +63,115 @@ def encoded(served: tuple[str, ...]) -> bytes:
     return to_json_bytes(document(served))
 
 
-REQUESTS: tuple[tuple[str, str, type[BaseModel] | None, str, bool], ...] = (
-    ("/v1/completions", "Text completion", CompletionRequest, "Completion", True),
-    ("/v1/chat/completions", "Chat completion", ChatRequest, "ChatCompletion", True),
-    ("/v1/responses", "Chat completion in OpenAI's Responses API", ResponsesRequest, "Response", True),
-    ("/v1/responses/input_tokens", "Token count of a conversation in OpenAI's format", ResponsesRequest, "InputTokens", False),
-    ("/v1/embeddings", "Embeddings", EmbeddingRequest, "CreateEmbeddingResponse", False),
-    ("/v1/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
-    ("/v2/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
-    ("/rerank", "Documents ordered by their similarity to a query", RerankRequest, "Ranking", False),
-    ("/v1/messages", "Chat completion in Anthropic's Messages API", MessagesRequest, "AnthropicMessage_", True),
-    ("/v1/messages/count_tokens", "Token count of a conversation in Anthropic's format", CountRequest, "TokenCount", False),
-    ("/api/chat", "Chat completion in Ollama's API", OllamaChatRequest, "OllamaAnswer", True),
-    ("/api/generate", "Text completion in Ollama's API", GenerateRequest, "OllamaAnswer", True),
-    ("/api/show", "The served model in Ollama's API", ShowRequest, "OllamaModel", False),
-    ("/api/embed", "Embeddings in Ollama's API", EmbedRequest, "OllamaEmbeddings", False),
-    ("/api/embeddings", "An embedding in Ollama's older API", OldEmbedRequest, "OllamaEmbedding", False),
-    ("/api/pull", "Success for a served model; others are pulled on the admin socket", None, "OllamaStatus", False),
-    ("/tokenize", "Tokens of a text or a conversation", TokenizeRequest, "Tokens", False),
-    ("/detokenize", "Text of tokens", DetokenizeRequest, "Text", False),
-    ("/close_session", "End of a session", CloseSessionRequest, "ClosedSession", False),
-    ("/v1/batches", "New batch", BatchCreateRequest, "Batch", False),
-    ("/v1/sequences", "New live sequence", SequenceOpenRequest, "Sequence", False),
-    ("/v1/sequences/{id}/fork", "Copies of a live sequence", SequenceForkRequest, "Sequences", False),
-    ("/v1/sequences/{id}/append", "Append to a live sequence", SequenceAppendRequest, "Sequence", False),
-    ("/v1/sequences/{id}/rewind", "Remove the last tokens of a live sequence", SequenceRewindRequest, "Sequence", False),
-    ("/v1/sequences/{id}/generate", "Generate from a live sequence", SequenceGenerateRequest, "SequenceCompletion", True),
-)
-"""Routes with a body: path, summary, request model, response schema, and whether the response can be a stream."""
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-_GET = (
-    ("/", "Name, version, model and links", "Index"),
-    ("/v1/models", "Served models", "Models"),
-    ("/v1/models/{model}", "Served model, by name", "Model"),
-    ("/v1/files", "Files of the tenant", "Files"),
-    ("/v1/files/{id}", "File", "File"),
-    ("/v1/batches", "Batches of the tenant", "Batches"),
-    ("/v1/batches/{id}", "Batch", "Batch"),
-    ("/v1/sequences", "Live sequences of the tenant", "Sequences"),
-    ("/v1/sequences/{id}", "Live sequence with its text", "Sequence"),
-    ("/v1/requests/{id}/explain", "Where a request's time went", "Explanation"),
-    ("/api/tags", "Served models in Ollama's API", "OllamaModels"),
-    ("/api/ps", "Loaded models in Ollama's API", "OllamaModels"),
-    ("/api/version", "Version, for Ollama's clients", "Version"),
-    ("/tokenizer_info", "Control tokens and the chat template", "TokenizerInfo"),
-    ("/version", "Version of chairlift", "Version"),
-    ("/live", "Whether the process responds", "Status"),
-    ("/ready", "Whether a request sent now would be served", "Status"),
-    ("/health", "Whether the engine makes progress", "Status"),
-    ("/ping", "As /health", "Status"),
+
+class Operation(NamedTuple):
+    """A method of a route: how it is served and described."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    answer: str = ""
+    """The name of the response's schema; empty for a response that is not JSON."""
+    request: type[BaseModel] | dict[str, Any] | None = None
+    """The request model, or else the JSON schema, of the body; None without a body in JSON."""
+    streams: bool = False
+    """Whether the response can be a stream."""
+
+    @property
+    def described_path(self) -> str:
+        """The path in the document."""
+        return self.path.replace("/models/{name:path}", "/models/{model}").replace("{name:path}", "{id}")
+
+
+_RANKED = "Documents ordered by their similarity to a query"
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("GET", "/", status.index, "Name, version, model and links", "Index"),
+    Operation("POST", "/v1/completions", completions, "Text completion", "Completion", CompletionRequest, True),
+    Operation("POST", "/v1/chat/completions", chat_completions, "Chat completion", "ChatCompletion", ChatRequest, True),
+    Operation("POST", "/v1/responses", responses, "Chat completion in OpenAI's Responses API", "Response", ResponsesRequest, True),
+    Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        input_tokens,
+        "Token count of a conversation in OpenAI's format",
+        "InputTokens",
+        ResponsesRequest,
+    ),
+    Operation("POST", "/v1/messages", messages, "Chat completion in Anthropic's Messages API", "AnthropicMessage_", MessagesRequest, True),
+    Operation(
+        "POST", "/v1/messages/count_tokens", count_tokens, "Token count of a conversation in Anthropic's format", "TokenCount", CountRequest
+    ),
+    Operation("POST", "/v1/sequences", sequences.open_sequence, "New live sequence", "Sequence", SequenceOpenRequest),
+    Operation("GET", "/v1/sequences", sequences.list_sequences, "Live sequences of the tenant", "Sequences"),
+    Operation("GET", "/v1/sequences/{id}", sequences.get_sequence, "Live sequence with its text", "Sequence"),
+    Operation("PATCH", "/v1/sequences/{id}", sequences.update_sequence, "Priority of a live sequence", "Sequence", SequenceUpdateRequest),
+    Operation("DELETE", "/v1/sequences/{id}", sequences.delete_sequence, "Drop a live sequence", "DeletedSequence"),
+    Operation("POST", "/v1/sequences/{id}/fork", sequences.fork, "Copies of a live sequence", "Sequences", SequenceForkRequest),
+    Operation("POST", "/v1/sequences/{id}/append", sequences.append, "Append to a live sequence", "Sequence", SequenceAppendRequest),
+    Operation(
+        "POST",
+        "/v1/sequences/{id}/rewind",
+        sequences.rewind,
+        "Remove the last tokens of a live sequence",
+        "Sequence",
+        SequenceRewindRequest,
+    ),
+    Operation(
+        "POST",
+        "/v1/sequences/{id}/generate",
+        sequences.generate,
+        "Generate from a live sequence",
+        "SequenceCompletion",
+        SequenceGenerateRequest,
+        True,
+    ),
+    Operation("POST", "/close_session", close_session, "End of a session", "ClosedSession", CloseSessionRequest),
+    Operation("POST", "/v1/embeddings", embeddings, "Embeddings", "CreateEmbeddingResponse", EmbeddingRequest),
+    *(Operation("POST", path, rerank, _RANKED, "Ranking", RerankRequest) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+    Operation("POST", "/v1/files", files.create_file, "Upload a file", "File"),
+    Operation("GET", "/v1/files", files.list_files, "Files of the tenant", "Files"),
+    Operation("GET", "/v1/files/{id}", files.get_file, "File", "File"),
+    Operation("DELETE", "/v1/files/{id}", files.delete_file, "Delete a file", "Deleted"),
+    Operation("GET", "/v1/files/{id}/content", files.file_content, "Bytes of a file"),
+    Operation("POST", "/v1/batches", batches.create_batch, "New batch", "Batch", BatchCreateRequest),
+    Operation("GET", "/v1/batches", batches.list_batches, "Batches of the tenant", "Batches"),
+    Operation("GET", "/v1/batches/{id}", batches.get_batch, "Batch", "Batch"),
+    Operation("POST", "/v1/batches/{id}/cancel", batches.cancel_batch, "Cancel a batch", "Batch"),
+    Operation("POST", "/api/chat", ollama.chat, "Chat completion in Ollama's API", "OllamaAnswer", OllamaChatRequest, True),
+    Operation("POST", "/api/generate", ollama.generate, "Text completion in Ollama's API", "OllamaAnswer", GenerateRequest, True),
+    Operation("POST", "/api/embed", ollama_embed.embed, "Embeddings in Ollama's API", "OllamaEmbeddings", EmbedRequest),
+    Operation("POST", "/api/embeddings", ollama_embed.embeddings, "An embedding in Ollama's older API", "OllamaEmbedding", OldEmbedRequest),
+    Operation(
+        "POST",
+        "/api/pull",
+        ollama_manage.have,
+        "Success for a served model; others are pulled on the admin socket",
+        "OllamaStatus",
+        {"type": "object"},
+    ),
+    Operation("DELETE", "/api/delete", ollama_manage.refuse, "Always refused: only on the admin socket"),
+    Operation("POST", "/api/show", ollama_models.show, "The served model in Ollama's API", "OllamaModel", ollama_models.ShowRequest),
+    Operation("GET", "/api/tags", ollama_models.tags, "Served models in Ollama's API", "OllamaModels"),
+    Operation("GET", "/api/ps", ollama_models.ps, "Loaded models in Ollama's API", "OllamaModels"),
+    Operation("GET", "/api/version", ollama_models.version, "Version, for Ollama's clients", "Version"),
+    Operation("POST", "/tokenize", tokenize, "Tokens of a text or a conversation", "Tokens", TokenizeRequest),
+    Operation("POST", "/detokenize", detokenize, "Text of tokens", "Text", DetokenizeRequest),
+    Operation("GET", "/tokenizer_info", tokenizer_info, "Control tokens and the chat template", "TokenizerInfo"),
+    Operation("GET", "/v1/requests/{name:path}/explain", explain, "Where a request's time went", "Explanation"),
+    Operation("GET", "/v1/models", models, "Served models", "Models"),
+    Operation("GET", "/v1/models/{name:path}", model, "Served model, by name", "Model"),
+    Operation("GET", "/live", status.live, "Whether the process responds", "Status"),
+    Operation("GET", "/ready", status.ready, "Whether a request sent now would be served", "Status"),
+    Operation("GET", "/health", status.health, "Whether the engine makes progress", "Status"),
+    Operation("GET", "/ping", status.health, "As /health", "Status"),
+    Operation("GET", "/version", status.version, "Version of chairlift", "Version"),
+    Operation("GET", "/metrics", status.metrics, "Prometheus' text format"),
 )
+"""What the server's routes do, except the pages and this document."""
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": REQUEST_ID}}
 _MALFORMED = {400: "Invalid request", 408: "Timeout while reading the body", 413: "Body too large", 415: "Body is not JSON"}
@@ -110,25 +181,12 @@ _LIMITED = {429: "Tenant's limit reached", 500: "Request failed", 503: "Unavaila
 
 def document(served: tuple[str, ...]) -> dict[str, Any]:
     """Returns the OpenAPI document of a server with models of the names `served`."""
-    requests: list[type[BaseModel]] = [*(model for _, _, model, _, _ in REQUESTS if model is not None), SequenceUpdateRequest]
+    requests = {operation.request for operation in OPERATIONS if isinstance(operation.request, type)}
     template = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(model, "validation") for model in requests], ref_template=template)
-    paths: dict[str, Any] = {
-        path: {"post": _post(path, summary, model, answer, streams)} for path, summary, model, answer, streams in REQUESTS
-    }
-    for path, summary, answer in _GET:
-        paths.setdefault(path, {})["get"] = _get(path, summary, answer, served)
-    paths["/v1/sequences/{id}"]["patch"] = _post(
-        "/v1/sequences/{id}", "Priority of a live sequence", SequenceUpdateRequest, "Sequence", False
-    )
-    paths["/v1/sequences/{id}"]["delete"] = _get("/v1/sequences/{id}", "Drop a live sequence", "DeletedSequence", served)
-    paths["/v1/files"]["post"] = _upload()
-    paths["/v1/files/{id}"]["delete"] = _get("/v1/files/{id}", "Delete a file", "Deleted", served)
-    paths["/v1/files/{id}/content"] = {"get": _get("/v1/files/{id}/content", "Bytes of a file", "", served)}
-    refused = _operation("Always refused: only on the admin socket", None, _REJECTED, "OllamaError")
-    paths["/api/delete"] = {"delete": refused}
-    paths["/v1/batches/{id}/cancel"] = {"post": _get("/v1/batches/{id}/cancel", "Cancel a batch", "Batch", served)}
-    paths["/metrics"] = {"get": _operation("Prometheus' text format", {"text/plain": {"schema": {"type": "string"}}}, _REJECTED)}
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.described_path, {})[operation.method.lower()] = _described(operation, served)
     return {
         "openapi": "3.1.0",
         "info": {"title": "chairlift", "version": chairlift.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
@@ -144,28 +202,41 @@ def document(served: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _post(path: str, summary: str, model: type[BaseModel] | None, answer: str, streams: bool) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref(answer)}} if answer else None
-    if content and streams:
-        content["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"] = {"schema": {"type": "string"}}
+def _described(operation: Operation, served: tuple[str, ...]) -> dict[str, Any]:
+    match operation.method, operation.path:
+        case "POST", "/v1/files":
+            return _upload(operation.summary)
+        case _, "/api/delete":
+            return _operation(operation.summary, None, _REJECTED, "OllamaError")
+        case _, "/metrics":
+            return _operation(operation.summary, {"text/plain": {"schema": _STRING}}, _REJECTED)
+    return _get(operation, served) if operation.request is None else _post(operation)
+
+
+def _post(operation: Operation) -> dict[str, Any]:
+    path, request = operation.path, operation.request
+    content = {"application/json": {"schema": _ref(operation.answer)}}
+    if operation.streams:
+        content["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"] = {"schema": _STRING}
     in_use = {409: "In use", 410: "Dropped while it was generated"} if "{id}" in path else {}
-    operation = _operation(summary, content, _MALFORMED | _REJECTED | _LIMITED | in_use, _error(path))
-    schema = {"type": "object"} if model is None else _ref(model.__name__)
-    required = model not in (SequenceForkRequest, SequenceGenerateRequest)
+    described = _operation(operation.summary, content, _MALFORMED | _REJECTED | _LIMITED | in_use, _error(path))
+    schema = _ref(request.__name__) if isinstance(request, type) else request
+    required = request not in (SequenceForkRequest, SequenceGenerateRequest)
     body = {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
-    return operation | body | ({"parameters": [_ID]} if "{id}" in path else {})
+    return described | body | ({"parameters": [_ID]} if "{id}" in path else {})
 
 
-def _upload() -> dict[str, Any]:
+def _upload(summary: str) -> dict[str, Any]:
     failures = _MALFORMED | _REJECTED | {507: "No space"}
-    operation = _operation("Upload a file", {"application/json": {"schema": _ref("File")}}, failures, "SharedError")
+    operation = _operation(summary, {"application/json": {"schema": _ref("File")}}, failures, "SharedError")
     schema = object_schema({"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}})
     return operation | {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
-def _get(path: str, summary: str, answer: str, served: tuple[str, ...]) -> dict[str, Any]:
-    """Describes an operation without a body. Without `answer` it returns bytes."""
-    content = {"application/json": {"schema": _ref(answer)}} if answer else {"application/octet-stream": {"schema": {"type": "string"}}}
+def _get(operation: Operation, served: tuple[str, ...]) -> dict[str, Any]:
+    """Describes an operation without a body. Without an answer in JSON it returns bytes."""
+    path, answer = operation.described_path, operation.answer
+    content = {"application/json": {"schema": _ref(answer)}} if answer else {"application/octet-stream": {"schema": _STRING}}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     parameters = [_ID if name == "id" else {**_ID, "name": name, "schema": {"enum": list(served)}} for name in names]
     if path == "/v1/models":
@@ -173,10 +244,10 @@ def _get(path: str, summary: str, answer: str, served: tuple[str, ...]) -> dict[
         paging = (("limit", limit), ("after_id", name), ("before_id", name))
         parameters = [{"name": name, "in": "query", "schema": schema} for name, schema in paging]
     failures = {400: _MALFORMED[400], **_REJECTED, 503: _LIMITED[503], **({409: "In use, or ended"} if "{id}" in path else {})}
-    operation = _operation(summary, content, failures, _error(path))
+    described = _operation(operation.summary, content, failures, _error(path))
     if path in ("/health", "/ping"):
-        operation["responses"]["503"]["content"] = content
-    return operation | ({"parameters": parameters} if parameters else {})
+        described["responses"]["503"]["content"] = content
+    return described | ({"parameters": parameters} if parameters else {})
 
 
 def _operation(summary: str, content: dict[str, Any] | None, failures: dict[int, str], error: str = "Error") -> dict[str, Any]:
