@@ -143,9 +143,7 @@ class ModelRunner(Runner):
 
     def sample(self, step: Launched) -> None:
         """Starts sampling a launched step (see `Runner.sample`)."""
-        buffers, count = self.buffers[step.buffer_index], len(step.logits)
-        positions = buffers.positions[buffers.sample_at[:count]] + 1
-        step.sample = self.sampler.draw(step.logits, buffers.sample_slots[:count], positions, buffers, step.graph, step.masks)
+        step.sample = self.sampler.draw(step.logits, self.buffers[step.buffer_index], step.graph, step.masks)
 
     def collect(self, step: Launched) -> Sampled:
         """Waits for the oldest step in flight and returns its tokens."""

@@ -41,11 +41,12 @@ class AtOnce(Sampler):
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         ours, places = (torch.from_numpy(values.astype(np.int32)) for values in (rows, positions))
-        step = SimpleNamespace(sample_at=torch.arange(len(rows)), sample_slots=ours, positions=places - 1)
+        at = np.arange(len(rows))
+        step = SimpleNamespace(sample_at=torch.from_numpy(at), sample_slots=ours, positions=places - 1)
         where = logits if self.there else logits.numpy()
         inputs = np.zeros(len(rows), dtype=np.int32) if self.inputs is None else np.array(self.inputs, dtype=np.int32)
-        buffers = SimpleNamespace(on_device=step, input_ids=inputs, sample_at=np.arange(len(rows)))
-        tokens, self.logprobs, self.details, self.refusals = self.take(self.draw(where, rows, places.numpy(), buffers))
+        buffers = SimpleNamespace(on_device=step, input_ids=inputs, sample_at=at, sample_slots=rows, positions=positions - 1)
+        tokens, self.logprobs, self.details, self.refusals = self.take(self.draw(where, buffers))
         return tokens
 
 

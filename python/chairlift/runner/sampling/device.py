@@ -123,23 +123,16 @@ class DeviceSampler:
         penalised = (self._settings["slot"][slots] >= 0).any()
         return SamplingVariant(bool(self._truncated[slots].any()), len(self._counts) if penalised else 0)
 
-    def draw(
-        self,
-        logits: torch.Tensor,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        buffers: StepBuffers,
-        graph: Graph | None,
-        scored: Scored | None,
-    ) -> Drawn:
+    def draw(self, logits: torch.Tensor, buffers: StepBuffers, graph: Graph | None, scored: Scored | None) -> Drawn:
         """Starts drawing a token per row of logits [N, vocabulary], which it may overwrite. Reads slots and positions on the device."""
-        variant = self.prepare(slots)
+        count = len(logits)
+        variant = self.prepare(buffers.sample_slots[:count])
         if graph is not None:
-            tokens = graph.sample(variant, len(slots))
+            tokens = graph.sample(variant, count)
         else:
             step = buffers.on_device
-            at = step.sample_at[: len(slots)]
-            tokens = self.sample(logits, step.sample_slots[: len(slots)], step.positions[at] + 1, variant)
+            positions = step.positions[step.sample_at[:count]] + 1
+            tokens = self.sample(logits, step.sample_slots[:count], positions, variant)
         lines = None
         if scored is not None:
             places = torch.arange(scored.at.size, device=self.device)

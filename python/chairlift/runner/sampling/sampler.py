@@ -77,16 +77,8 @@ class TokenSampler(Protocol):
     def keeps_logits(self, slots: np.ndarray) -> bool:
         """Whether `draw` leaves the logits of these slots unchanged."""
 
-    def draw(
-        self,
-        logits: Logits,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        buffers: StepBuffers,
-        graph: Graph | None,
-        scored: Scored | None,
-    ) -> Drawn:
-        """Starts drawing a token per row of logits [N, vocabulary], which it may overwrite."""
+    def draw(self, logits: Logits, buffers: StepBuffers, graph: Graph | None, scored: Scored | None) -> Drawn:
+        """Starts drawing a token per row of logits [N, vocabulary], which it may overwrite, for the step in `buffers`."""
 
     def score(self, logits: Logits, tokens: np.ndarray, count: int) -> PendingResult:
         """Starts computing lines of `logprobs.score` for tokens [M], given logits [M, vocabulary]."""
@@ -106,7 +98,6 @@ class PendingSample:
     """For each of them, the number of top tokens that its request wants, or NONE_REQUESTED."""
     masks: Masks
     biased: Sequence[tuple[int, Bias]]
-    trackers: Sequence[tuple[int, OutputTracker]]
 
 
 class Sampler:
@@ -172,21 +163,13 @@ class Sampler:
             wait([pending])
         return result, pending.result()
 
-    def draw(
-        self,
-        logits: Logits,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        buffers: StepBuffers,
-        graph: Graph | None = None,
-        computed: Masks | None = None,
-    ) -> PendingSample:
-        """Starts sampling a token per row of logits [N, vocabulary], which it may overwrite.
+    def draw(self, logits: Logits, buffers: StepBuffers, graph: Graph | None = None, computed: Masks | None = None) -> PendingSample:
+        """Starts sampling a token per row of logits [N, vocabulary], which it may overwrite, for the first N samples of a step.
 
-        `slots` [N] are the rows' batch slots, `positions` [N] the positions that the tokens will take in their sequences. If a `graph`
-        computed the logits, they must still be at its address. `computed` are the masks, if they are computed already. The previous sample
-        must have been taken.
+        `buffers` are those of the step. If a `graph` computed the logits, they must still be at its address. `computed` are the masks, if
+        they are computed already. The previous sample must have been taken.
         """
+        slots = buffers.sample_slots[: len(logits)]
         at = np.flatnonzero(self.scored[slots] != NONE_REQUESTED)
         biased = entries_of(self.biases, slots)
         matched, octets = computed = masks(self._matched(slots, buffers), logits.shape[1]) if computed is None else computed
@@ -199,8 +182,8 @@ class Sampler:
             bias.apply(logits, biased, self.tokens.send)
         if matched:
             self.tokens.mask(logits, np.concatenate([one.rows for one in matched]), octets)
-        drawn = self.tokens.draw(logits, slots, positions, buffers, graph, scored)
-        return PendingSample(drawn, at, self.detailed[slots[at]], computed, biased, drawn.trackers)
+        drawn = self.tokens.draw(logits, buffers, graph, scored)
+        return PendingSample(drawn, at, self.detailed[slots[at]], computed, biased)
 
     def take(self, sample: PendingSample) -> tuple[np.ndarray, np.ndarray, dict[int, bytes], dict[int, bytes]]:
         """Waits for a sample and updates its sequences' state. Returns the fields of `Sampled` but `prompts`."""
@@ -216,7 +199,7 @@ class Sampler:
         for i, own in sample.biased:
             if chosen[i] == FAILED and i not in refusals and (refusal := own.refusal(sample.masks.octets_of(i))) is not None:
                 refusals[i] = refusal
-        for i, tracker in (*sample.biased, *sample.trackers):
+        for i, tracker in (*sample.biased, *sample.drawn.trackers):
             if chosen[i] != FAILED:
                 tracker.add(int(chosen[i]))
         return chosen, logprob, details, {i: refusal.packed() for i, refusal in refusals.items()}
