@@ -63,8 +63,8 @@ class NotedRunner(NullRunner):
         self.seeds = []
         self.launched = 0
 
-    def add_request(self, slot, params, tokens, prompt_len, seed, **rest):
-        self.seeds.append(seed)
+    def add_request(self, slot, sequence):
+        self.seeds.append(sequence.seed)
         self.calls.append("add")
 
     def swap(self, outs, ins):
@@ -242,9 +242,8 @@ def test_negative_seeds_give_draws_of_their_own(make):
 def test_a_sequence_that_cannot_be_sampled_is_computed_with_its_adapter_and_its_prompt_is_scored(make, monkeypatch):
     engine, added = make(), []
 
-    def add_request(slot, params, tokens, prompt_len, seed, *, ends=None, **computed):
-        computed.pop("matcher", None)
-        added.append(computed)
+    def add_request(slot, sequence):
+        added.append(sequence)
         if len(added) == 1:
             raise InvalidRequest("too slow")
 
@@ -253,13 +252,13 @@ def test_a_sequence_that_cannot_be_sampled_is_computed_with_its_adapter_and_its_
     add(engine, 1, lora="a", prompt_logprobs=0)
     assert accounts(engine.step()) == [(1, "error")]
     first, second = added
-    assert second == first
-    assert (first["adapter"], first["prompt"].tag) == (3, 1)
+    assert (second.adapter, second.prompt) == (first.adapter, first.prompt)
+    assert (first.adapter, first.prompt.tag) == (3, 1)
 
 
 def test_a_preempted_sequence_leaves_nothing_in_its_slot(make, monkeypatch):
     engine, slots = make(), set()
-    monkeypatch.setattr(engine.runner, "add_request", lambda slot, *given, **rest: slots.add(slot))
+    monkeypatch.setattr(engine.runner, "add_request", lambda slot, sequence: slots.add(slot))
     monkeypatch.setattr(engine.runner, "remove_request", slots.discard)
     for tag in range(30):
         add(engine, tag, max_tokens=48)
@@ -272,7 +271,7 @@ def test_a_preempted_sequence_leaves_nothing_in_its_slot(make, monkeypatch):
 
 def test_a_sequence_that_is_aborted_or_late_leaves_nothing_in_its_slot(make, monkeypatch, clock):
     engine, slots = make(), set()
-    monkeypatch.setattr(engine.runner, "add_request", lambda slot, *given, **rest: slots.add(slot))
+    monkeypatch.setattr(engine.runner, "add_request", lambda slot, sequence: slots.add(slot))
     monkeypatch.setattr(engine.runner, "remove_request", slots.discard)
     add(engine, 1, max_tokens=48)
     engine.add(EngineRequest.of(2, [1] * 2, SamplingParams(max_tokens=48, ignore_eos=True), Scheduling(deadline_ms=3_600_000)))

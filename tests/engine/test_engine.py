@@ -11,6 +11,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.engine_request import EngineRequest
 from chairlift.errors import InvalidRequest
+from chairlift.runner.interface import NewSequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPT = list(range(100, 140))
@@ -85,10 +86,10 @@ def test_a_sequence_that_cannot_be_sampled_fails_alone(engine: Engine, monkeypat
     expected = answer(engine, 1, PROMPT)
     add_request, poison = engine.runner.add_request, replace(GREEDY, seed=13)
 
-    def poisoned(slot: int, params: SamplingParams, *rest: object, **more: object) -> None:
-        if params is poison:
+    def poisoned(slot: int, sequence: NewSequence) -> None:
+        if sequence.params is poison:
             raise ZeroDivisionError("a bug in the sampler")
-        add_request(slot, params, *rest, **more)
+        add_request(slot, sequence)
 
     monkeypatch.setattr(engine.runner, "add_request", poisoned)
     engine.add(EngineRequest.of(2, PROMPT, GREEDY))

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from chairlift.runner.interface import NewSequence
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -49,7 +50,7 @@ def test_a_step_launches_what_its_rows_need_and_waits_for_nothing(launched, ways
         torch.zeros(1, device=meta).item()
     made = DeviceSampler(len(ways), 1000, meta)
     for row, way in enumerate(ways):
-        made.add_request(row, SamplingParams(**way), np.array([1, 2, 2], dtype=np.int32), 1, row)
+        made.add_request(row, NewSequence(SamplingParams(**way), np.array([1, 2, 2], dtype=np.int32), 1, row))
     rows, logits = np.arange(len(ways)), torch.zeros(len(ways), 1000, device=meta)
     ours = torch.zeros(len(ways), dtype=torch.int32, device=meta)
     tokens = made.sample(logits, ours, ours, made.prepare(rows))

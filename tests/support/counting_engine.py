@@ -45,9 +45,9 @@ class CountingRunner(NullRunner):
         self._slots = np.zeros((3, self.max_num_seqs), dtype=np.int64)
         """Of each slot: the first token, the position before it, and the index of the answer or, if it is not ranked, -1."""
 
-    def add_request(self, slot, params, tokens, prompt_len, seed, **rest):
-        index = self.answers.get(seed, 0)
-        self._slots[:, slot] = tokens[0] + 100 * index, prompt_len - 1, index if params.ranked else -1
+    def add_request(self, slot, sequence):
+        index = self.answers.get(sequence.seed, 0)
+        self._slots[:, slot] = sequence.tokens[0] + 100 * index, sequence.prompt_len - 1, index if sequence.params.ranked else -1
 
     def launch(self, buffer_index, sizes):
         buffers = self.buffers[buffer_index]

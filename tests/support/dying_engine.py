@@ -67,10 +67,10 @@ def doom() -> None:
 
     one, add_request, launch, send, known = Doom(), ModelRunner.add_request, ModelRunner.launch, parent.send, engine_info.fingerprint
 
-    def adding(self: Any, slot: int, params: Any, tokens: Any, *more: Any, **options: Any) -> None:
-        if tuple(tokens[: len(POISON)]) == POISON:
+    def adding(self: Any, slot: int, sequence: Any) -> None:
+        if tuple(sequence.tokens[: len(POISON)]) == POISON:
             os.kill(os.getpid(), signal.SIGKILL)
-        add_request(self, slot, params, tokens, *more, **options)
+        add_request(self, slot, sequence)
 
     def launching(self: Any, buffer_index: int, sizes: Any) -> Any:
         if one.now("launch"):

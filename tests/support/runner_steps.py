@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from chairlift.runner.interface import NewSequence
 from chairlift.runner.runner import ModelRunner
 from chairlift.sampling import SamplingParams
 
@@ -34,7 +35,7 @@ class Driver:
         runner.model.logits = kept  # type: ignore[method-assign]
 
     def add_request(self, row: int, tokens: list[int], params: SamplingParams = GREEDY, seed: int = 0, **more: object) -> Riding:
-        self.runner.add_request(row, params, np.array(tokens, dtype=np.int32), len(tokens), seed, **more)
+        self.runner.add_request(row, NewSequence(params, np.array(tokens, dtype=np.int32), len(tokens), seed, **more))
         return Riding(row, list(tokens))
 
     def remove_request(self, riding: Riding) -> None:

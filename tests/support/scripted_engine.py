@@ -30,6 +30,7 @@ from chairlift.engine.stats import Stats
 from chairlift.errors import EngineDead, InvalidRequest, ModelNotFound, QueueFull
 from chairlift.outputs import RequestOutput, Timeline
 from chairlift.runner.buffers import Sampled, StepBuffers, StepSizes
+from chairlift.runner.interface import NewSequence
 from chairlift.runner.null_runner import NullRunner
 from chairlift.sampling import SamplingParams
 from chairlift.scheduling import Scheduling
@@ -133,9 +134,9 @@ class ScriptedRunner(NullRunner):
     answers: dict[int, Answer]
     slots: dict[int, Answer]
 
-    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int, **rest: Any) -> None:
-        self.slots[slot] = self.answers[seed]
-        self.slots[slot].position, self.slots[slot].prompt = prompt_len - 1, rest.get("prompt")
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
+        self.slots[slot] = self.answers[sequence.seed]
+        self.slots[slot].position, self.slots[slot].prompt = sequence.prompt_len - 1, sequence.prompt
 
     def launch(self, buffer_index: int, sizes: StepSizes) -> Sampled:
         buffers = self.buffers[buffer_index]

@@ -6,8 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from chairlift.engine.sequences import Sequences
 from chairlift.engine.split_step import SplitStep
 from chairlift.errors import InvalidRequest, OutOfMemory
 from chairlift.runner.buffers import StepSizes
+from chairlift.runner.interface import NewSequence
 from chairlift.runner.sampling.sampler import entries_of
 from chairlift.sampling import SamplingParams
 
@@ -208,17 +208,18 @@ class Steps:
         self._failed_slots.pop(slot, None)
         # A sequence that cannot be sampled is computed all the same: others may read its KV, or share its prompt's log-probabilities.
         adapter = 0 if request.adapter is None else request.adapter.number
-        add = partial(self._runner.add_request, slot, prompt=request.prompt, adapter=adapter)
+        sequence = NewSequence(SamplingParams(temperature=0.0), ids, prompt_len, 0, prompt=request.prompt, adapter=adapter)
         try:
             matcher, ends = request.new_matcher(), self._sequences.end_tokens(request.params)
-            add(request.params, ids, prompt_len, request.seed, ends=ends, matcher=matcher)
+            whole = replace(sequence, params=request.params, seed=request.seed, ends=ends, matcher=matcher)
+            self._runner.add_request(slot, whole)
         except Exception as error:
             if isinstance(error, InvalidRequest):
                 self._failed_slots[slot] = error.packed()
             else:
                 log.exception("sequence %d cannot be sampled and ends with an error", tag)
                 self._failed_slots[slot] = None
-            add(SamplingParams(temperature=0.0), ids, prompt_len, 0)  # replaces a half-assigned slot
+            self._runner.add_request(slot, sequence)  # replaces a half-assigned slot
 
 
 def logprobs_of(sampled: Sampled, sample_tags: np.ndarray, output_tags: bytes) -> tuple[bytes, dict[int, bytes]]:

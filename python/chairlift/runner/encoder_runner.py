@@ -18,12 +18,11 @@ from chairlift.models.entries import report_entries
 from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
 from chairlift.runner.build import choose_threads
 from chairlift.runner.cpu_encoder import build_encoder
-from chairlift.runner.interface import Runner
+from chairlift.runner.interface import NewSequence, Runner
 from chairlift.runner.long_texts import LongTexts, long_texts_bytes
 from chairlift.runner.memory.decision import Decision, asked
 from chairlift.runner.memory.precision import decide
 from chairlift.runner.weights import open_weights
-from chairlift.sampling import SamplingParams
 
 CHECKPOINT = "the checkpoint's configuration for sentence-transformers, or the usual value"
 
@@ -92,10 +91,11 @@ class EncoderRunner(Runner):
         model = EncoderConfig.find(directory)
         return None if model is None else cls(config, directory, model, on_phase)
 
-    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int, **rest: object) -> None:
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
         """Assigns a batch slot to a text."""
         self.remove_request(slot)
-        self._texts[slot] = tokens[:prompt_len], prompt_len if params.second_text is None else params.second_text
+        prompt_len, second_text = sequence.prompt_len, sequence.params.second_text
+        self._texts[slot] = sequence.tokens[:prompt_len], prompt_len if second_text is None else second_text
 
     def remove_request(self, slot: int) -> None:
         """Forgets what has been computed of a slot's text."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,6 +46,25 @@ class AdapterStore(ABC):
         self.slots.pop(slot, None)
         if number:
             self.slots[slot] = number
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that gets a batch slot."""
+
+    params: SamplingParams
+    tokens: np.ndarray
+    """Its tokens so far: prompt, then output."""
+    prompt_len: int
+    seed: int
+    ends: Sequence[int] = ()
+    """The token ids at which it stops."""
+    matcher: Matcher | None = None
+    """Its grammar, which has accepted nothing yet."""
+    prompt: PromptLogprobs | None = None
+    """Tracks the log-probabilities of its prompt."""
+    adapter: int = 0
+    """The number of its LoRA adapter, 0 without one."""
 
 
 class Runner(ABC):
@@ -108,24 +128,8 @@ class Runner(ABC):
         return None
 
     @abstractmethod
-    def add_request(
-        self,
-        slot: int,
-        params: SamplingParams,
-        tokens: np.ndarray,
-        prompt_len: int,
-        seed: int,
-        *,
-        ends: Sequence[int] = (),
-        matcher: Matcher | None = None,
-        prompt: PromptLogprobs | None = None,
-        adapter: int = 0,
-    ) -> None:
-        """Assigns a batch slot to a sequence: its sampling parameters, its tokens so far (prompt, then output) and its seed.
-
-        `ends` are the token ids at which it stops, `matcher` is its grammar, `prompt` tracks the log-probabilities of its prompt,
-        `adapter` is the number of its LoRA adapter, 0 without one.
-        """
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
+        """Assigns a batch slot to a sequence."""
 
     def remove_request(self, slot: int) -> None:
         """Frees a slot whose sequence has ended. A step in flight may still contain it."""

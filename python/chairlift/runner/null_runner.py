@@ -9,9 +9,8 @@ import numpy as np
 from chairlift.config import EngineConfig
 from chairlift.models.config import load_shape
 from chairlift.runner.buffers import Layout, Sampled, StepBuffers, StepSizes
-from chairlift.runner.interface import Runner
+from chairlift.runner.interface import NewSequence, Runner
 from chairlift.runner.memory.decision import Decision, asked
-from chairlift.sampling import SamplingParams
 
 DEFAULT_BLOCKS = 1 << 20
 """Most KV blocks by default. They take no memory, but each costs the scheduler some."""
@@ -40,7 +39,7 @@ class NullRunner(Runner):
         self.buffers = [StepBuffers(Layout(config.step_tokens, config.slots, each))]
         self._tokens = np.array([token for token in range(self.model_config.vocab_size) if token not in ends], dtype=np.int32)
 
-    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int, **rest: object) -> None:
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
         """Does nothing."""
 
     def launch(self, buffer_index: int, sizes: StepSizes) -> np.ndarray:

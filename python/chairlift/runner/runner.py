@@ -13,12 +13,11 @@ from chairlift import _core
 from chairlift.models.shape import ModelShape
 from chairlift.runner.buffers import Pairs, PendingResult, Sampled, StepBuffers, StepSizes
 from chairlift.runner.executor import Logits, ModelExecutor
-from chairlift.runner.interface import Runner
+from chairlift.runner.interface import NewSequence, Runner
 from chairlift.runner.memory.sizing import Size
 from chairlift.runner.sampling.logprobs import CHUNK_LOGITS, PromptLogprobs, packed
-from chairlift.runner.sampling.matcher import Masks, Matcher
+from chairlift.runner.sampling.matcher import Masks
 from chairlift.runner.sampling.sampler import PendingSample, Sampler, TokenSampler
-from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.runner.cuda_graphs import Graph
@@ -87,29 +86,17 @@ class ModelRunner(Runner):
         """The recurrent states, if they can be read and written."""
         return self.model.state_storage
 
-    def add_request(
-        self,
-        slot: int,
-        params: SamplingParams,
-        tokens: np.ndarray,
-        prompt_len: int,
-        seed: int,
-        *,
-        ends: Sequence[int] = (),
-        matcher: Matcher | None = None,
-        prompt: PromptLogprobs | None = None,
-        adapter: int = 0,
-    ) -> None:
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
         """Assigns a batch slot to a sequence (see `Runner.add_request`)."""
         if self.adapters is not None:
-            self.adapters.assign(slot, adapter)
+            self.adapters.assign(slot, sequence.adapter)
         self._prompts.pop(slot, None)
-        if prompt is not None and not prompt.complete:
+        if (prompt := sequence.prompt) is not None and not prompt.complete:
             self._prompts[slot] = prompt
         self._embedded.discard(slot)
-        if params.embed:
+        if sequence.params.embed:
             self._embedded.add(slot)
-        self.sampler.add_request(slot, params, tokens, prompt_len, seed, ends=ends, matcher=matcher)
+        self.sampler.add_request(slot, sequence)
 
     def remove_request(self, slot: int) -> None:
         """Frees a batch slot."""

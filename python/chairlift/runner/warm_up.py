@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from chairlift.runner.interface import NewSequence
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.sampling import SamplingParams
@@ -33,7 +34,7 @@ def profile(runner: ModelRunner) -> None:
     buffers.batch_slots[:seqs] = np.arange(seqs)
     buffers.sample_at[:samples] = buffers.sample_slots[:samples] = np.arange(samples)
     for slot in range(samples):
-        runner.add_request(slot, ALL_FEATURES, np.zeros(1, dtype=np.int32), 1, 0)
+        runner.add_request(slot, NewSequence(ALL_FEATURES, np.zeros(1, dtype=np.int32), 1, 0))
     for _ in range(2):  # during the second step the hidden states of the first are still allocated
         runner.run(tokens, seqs, samples)
     runner.wait()
@@ -61,7 +62,8 @@ def warm_up(runner: ModelRunner, expert_counts: tuple[int, int] = (0, 0)) -> Non
         buffers.query_starts[1], buffers.context_lens[0] = length, context
         buffers.sample_at[0] = length - 1
         tokens = np.zeros(context, dtype=np.int32)
-        runner.add_request(0, params, tokens, 1, 0, prompt=PromptLogprobs(0, tokens, 1) if params is ALL_FEATURES else None)
+        prompt = PromptLogprobs(0, tokens, 1) if params is ALL_FEATURES else None
+        runner.add_request(0, NewSequence(params, tokens, 1, 0, prompt=prompt))
         runner.run(length, 1, 1, int(params is ALL_FEATURES))
     for array in buffers.arrays().values():
         array.fill(0)

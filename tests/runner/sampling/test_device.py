@@ -7,6 +7,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from chairlift.kernels.sampling import reference
 from chairlift.runner.copy_stream import PAGEABLE
+from chairlift.runner.interface import NewSequence
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import Penalties
 from chairlift.sampling import SamplingParams
@@ -21,7 +22,7 @@ def ints(values: object) -> torch.Tensor:
 def sampler(*params: SamplingParams, vocabulary: int = 100, rows: int = 0) -> DeviceSampler:
     made = DeviceSampler(max(rows, len(params)), vocabulary, torch.device("cpu"))
     for row, one in enumerate(params):
-        made.add_request(row, one, np.zeros(0, dtype=np.int32), 0, row)
+        made.add_request(row, NewSequence(one, np.zeros(0, dtype=np.int32), 0, row))
     return made
 
 
@@ -81,7 +82,7 @@ def test_seeds_and_positions_are_independent():
     # Of 1000 equally likely tokens, two draws are equal one time in a thousand.
     made = DeviceSampler(3, 1000, torch.device("cpu"))
     for row, seed in enumerate((5, 6, 5 + 2**32)):
-        made.add_request(row, SamplingParams(), np.zeros(0, dtype=np.int32), 0, seed)
+        made.add_request(row, NewSequence(SamplingParams(), np.zeros(0, dtype=np.int32), 0, seed))
     logits = torch.zeros(4000, 1000)
     draws = [np.array(sample(made, logits, [row] * 4000, list(range(at, at + 4000)))) for row, at in ((0, 0), (1, 0), (2, 0), (0, 4000))]
     draws.append(np.roll(draws[0], 1))
@@ -121,7 +122,7 @@ def test_penalties_are_those_of_the_host_and_count_what_was_drawn():
     params = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
     tokens = np.array([3, 9, 9, 4, 11, 4], dtype=np.int32)
     made, host = DeviceSampler(3, 30, torch.device("cpu")), Penalties(params, tokens, 3)
-    made.add_request(1, params, tokens, 3, 0)
+    made.add_request(1, NewSequence(params, tokens, 3, 0))
     for step in range(20):
         logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(step)) * 0.3
         expected = logits.clone()
@@ -137,7 +138,7 @@ def test_the_repetition_penalty_is_that_of_transformers():
     tokens = np.array([3, 9, 9, 4, 11], dtype=np.int32)
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
     made = DeviceSampler(1, 30, torch.device("cpu"))
-    made.add_request(0, SamplingParams(repetition_penalty=1.7), tokens, 3, 0)
+    made.add_request(0, NewSequence(SamplingParams(repetition_penalty=1.7), tokens, 3, 0))
     found = logits.clone()
     made.sample(found, ints([0]), ints([0]), made.prepare(np.zeros(1, int)))
     assert torch.equal(found, RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens.tolist()]), logits))
@@ -148,18 +149,18 @@ def test_rows_take_each_others_place():
     made = sampler(rows=rows, vocabulary=20)
     said = [np.array([row], dtype=np.int32) for row in range(rows)]
     for row in range(rows):
-        made.add_request(row, SamplingParams(temperature=0, frequency_penalty=2.0), said[row], 0, 0)
+        made.add_request(row, NewSequence(SamplingParams(temperature=0, frequency_penalty=2.0), said[row], 0, 0))
     assert made.prepare(np.arange(rows)).count_rows == 16
     logits = torch.zeros(rows, 20)
     logits[:, :rows] = torch.eye(rows)
     # Each takes the first of all others in place of its own, which it has said.
     assert sample(made, logits, [*range(rows)]) == [1] + [0] * (rows - 1)
     for row in range(rows):
-        made.add_request(row, SamplingParams(temperature=0, frequency_penalty=2.0), said[rows - 1 - row], 1, 0)
+        made.add_request(row, NewSequence(SamplingParams(temperature=0, frequency_penalty=2.0), said[rows - 1 - row], 1, 0))
     assert made.prepare(np.arange(rows)).count_rows == 16
     assert sample(made, logits, [*range(rows)]) == [*range(rows)]
     assert sample(made, logits, [*range(rows)]) == [1] + [0] * (rows - 1)
-    made.add_request(0, SamplingParams(temperature=0), said[0], 1, 0)
+    made.add_request(0, NewSequence(SamplingParams(temperature=0), said[0], 1, 0))
     assert sample(made, logits[:1], [0]) == [0]
     assert made.prepare(np.zeros(1, int)).count_rows == 0
 
@@ -174,9 +175,9 @@ def test_lines_that_could_not_be_filled_are_free_again(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(made, "send", lacking)
             with pytest.raises(torch.OutOfMemoryError):
-                made.add_request(0, params, np.ones(1, dtype=np.int32), 1, 0)
+                made.add_request(0, NewSequence(params, np.ones(1, dtype=np.int32), 1, 0))
     for row in range(4):
-        made.add_request(row, params, np.ones(1, dtype=np.int32), 1, 0)
+        made.add_request(row, NewSequence(params, np.ones(1, dtype=np.int32), 1, 0))
     assert made.prepare(np.arange(4)).count_rows == 4
 
 
@@ -206,7 +207,7 @@ def test_nothing_waits_for_the_device():
     logits = torch.randn(4, 50)
     with NothingWaits():
         for row, way in enumerate(({}, {"top_k": 3}, {"frequency_penalty": 1.0}, {"temperature": 0.0})):
-            made.add_request(row, SamplingParams(**way), np.array([1, 2, 2], dtype=np.int32), 1, row)
+            made.add_request(row, NewSequence(SamplingParams(**way), np.array([1, 2, 2], dtype=np.int32), 1, row))
         tokens = made.sample(logits, ints([0, 1, 2, 3]), ints([3] * 4), made.prepare(np.arange(4)))
         made.score_rows(logits, torch.tensor([1, 3]), tokens, 4)
 

@@ -11,6 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from chairlift import _core
 from chairlift.errors import InvalidRequest, OutOfMemory
 from chairlift.outputs import TokenLogprobs
+from chairlift.runner.interface import NewSequence
 from chairlift.runner.sampling.device import DeviceSampler
 from chairlift.runner.sampling.host import HostSampler
 from chairlift.runner.sampling.matcher import MatchedRows, accept, masks
@@ -53,7 +54,7 @@ class AtOnce(Sampler):
 def sampler(*params: SamplingParams, seeds: tuple[int, ...] = ()) -> Sampler:
     made = AtOnce(max(len(params), 1), torch.device("cpu"))
     for row, one in enumerate(params):
-        made.add_request(row, one, empty(), 0, seeds[row] if seeds else row)
+        made.add_request(row, NewSequence(one, empty(), 0, seeds[row] if seeds else row))
     return made
 
 
@@ -171,7 +172,7 @@ def test_repetition_penalty_is_that_of_transformers():
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens.tolist()]), logits)
     made = sampler()
-    made.add_request(0, SamplingParams(temperature=0.0, repetition_penalty=1.7), tokens, 3, 0)
+    made.add_request(0, NewSequence(SamplingParams(temperature=0.0, repetition_penalty=1.7), tokens, 3, 0))
     found = logits.clone()
     made.tokens.penalties[0].apply(found[0].numpy())
     assert torch.equal(found, expected)
@@ -183,7 +184,7 @@ def test_repetition_penalty_is_that_of_transformers():
 def test_presence_and_frequency_count_the_output_alone():
     made = sampler()
     params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
-    made.add_request(0, params, np.array([1, 2, 3, 3], dtype=np.int32), 2, 0)
+    made.add_request(0, NewSequence(params, np.array([1, 2, 3, 3], dtype=np.int32), 2, 0))
     logits = torch.zeros(10)
     made.tokens.penalties[0].apply(logits.numpy())
     assert logits.tolist() == [0, 0, 0, -1.0, 0, 0, 0, 0, 0, 0]
@@ -193,7 +194,7 @@ def test_sampled_tokens_join_the_output_until_the_slot_is_assigned_anew():
     logits = torch.tensor([[0.0, 1.0, 0.9, 0.8]])
     made = sampler(SamplingParams(temperature=0.0, presence_penalty=0.5))
     assert [made.sample(logits.clone(), np.array([0]), np.array([i])).item() for i in range(4)] == [1, 2, 3, 1]
-    made.add_request(0, SamplingParams(temperature=0.0), empty(), 0, 0)
+    made.add_request(0, NewSequence(SamplingParams(temperature=0.0), empty(), 0, 0))
     assert made.sample(logits, np.array([0]), np.array([0])).item() == 1
     assert not made.tokens.penalties
 
@@ -217,7 +218,7 @@ def test_ranked_rows_have_the_log_probability_of_their_tokens_before_anything_wa
     assert not made.details
     made.sample(logits[:1].clone(), np.array([0]), np.array([9]))
     assert made.logprobs.size == 0
-    made.add_request(2, SamplingParams(), empty(), 0, 0)
+    made.add_request(2, NewSequence(SamplingParams(), empty(), 0, 0))
     made.sample(logits[2:3].clone(), np.array([2]), np.array([9]))
     assert made.logprobs.size == 0
 
@@ -282,9 +283,8 @@ def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
     made = AtOnce(4, torch.device("cpu"))
     one, seated_again = Alternating(), Alternating()
     for row, matcher, tokens in ((0, None, []), (1, one, []), (2, seated_again, [9, 4])):
-        made.add_request(
-            row, SamplingParams(temperature=temperature), np.array(tokens, dtype=np.int32), min(1, len(tokens)), row, matcher=matcher
-        )
+        prompt_len, params = min(1, len(tokens)), SamplingParams(temperature=temperature)
+        made.add_request(row, NewSequence(params, np.array(tokens, dtype=np.int32), prompt_len, row, matcher=matcher))
     assert seated_again.taken == [4]
     generator, drawn = torch.Generator().manual_seed(0), []
     for step in range(4):
@@ -295,14 +295,14 @@ def test_matchers_bound_what_is_drawn_and_hear_of_it(temperature, vocabulary):
     assert drawn[2][0] == drawn[3][0] == drawn[3][2] == FAILED
     assert all(pair[1] != FAILED for pair in drawn)
     assert one.taken == [pair[2] for pair in drawn[:3]]
-    made.add_request(1, SamplingParams(temperature=0.0), empty(), 0, 0)
+    made.add_request(1, NewSequence(SamplingParams(temperature=0.0), empty(), 0, 0))
     assert made.sample(torch.ones(1, vocabulary), np.array([1]), np.array([0])).tolist() == [0]
 
 
 def test_a_matcher_sees_drafted_tokens_as_far_as_they_are_drawn():
     made, matchers = AtOnce(4, torch.device("cpu")), [Alternating(9) for _ in range(4)]
     for slot, matcher in enumerate(matchers):
-        made.add_request(slot, SamplingParams(temperature=0.0), empty(), 0, 0, matcher=matcher)
+        made.add_request(slot, NewSequence(SamplingParams(temperature=0.0), empty(), 0, 0, matcher=matcher))
     # Slot 0 has the draft 6, 1, 4, slot 1 none, slot 2 the draft 3, which its grammar does not allow, and slot 3 the draft 8, 8.
     slots, made.inputs = np.array([0, 0, 0, 0, 1, 2, 2, 3, 3, 3]), [0, 6, 1, 4, 0, 0, 3, 0, 8, 8]
     logits = torch.zeros(10, 70)
@@ -316,7 +316,7 @@ def test_a_matcher_sees_drafted_tokens_as_far_as_they_are_drawn():
     assert matchers[2].taken == [found[5]]
     assert (matchers[3].taken, found[7:9]) == ([8, 9], [8, 9])
     assert made.forced_tokens() == []
-    made.add_request(2, SamplingParams(temperature=0.0), empty(), 0, 0, matcher=Alternating())
+    made.add_request(2, NewSequence(SamplingParams(temperature=0.0), empty(), 0, 0, matcher=Alternating()))
     assert made.forced_tokens() == [(2, [6])]
 
 
@@ -357,7 +357,7 @@ class Watched(Alternating):
 @pytest.mark.parametrize("fails", [False, True])
 def test_masks_are_computed_beside_the_forward_pass_and_have_ended_after_it(fails):
     made, matcher = AtOnce(2, torch.device("cpu")), Watched()
-    made.add_request(1, SamplingParams(temperature=0.0), empty(), 0, 0, matcher=matcher)
+    made.add_request(1, NewSequence(SamplingParams(temperature=0.0), empty(), 0, 0, matcher=matcher))
     buffers = SimpleNamespace(input_ids=np.zeros(2, dtype=np.int32), sample_at=np.arange(2))
 
     def forward() -> str:
@@ -378,14 +378,14 @@ def test_masks_are_computed_beside_the_forward_pass_and_have_ended_after_it(fail
 def test_a_matcher_that_raises_ends_its_own_row_only():
     made = AtOnce(4, torch.device("cpu"))
     for row, matcher in enumerate((Maskless(), None, Deaf(), Alternating())):
-        made.add_request(row, SamplingParams(), empty(), 0, row, matcher=matcher)
+        made.add_request(row, NewSequence(SamplingParams(), empty(), 0, row, matcher=matcher))
     logits = torch.randn(4, 70, generator=torch.Generator().manual_seed(0))
     alone = sampler(SamplingParams(), seeds=(1,)).sample(logits[1:2].clone(), np.array([0]), np.array([7]))
     found = made.sample(logits, np.arange(4), np.full(4, 7))
     assert (found[0], found[1], found[2]) == (FAILED, alone[0], FAILED)
     assert found[3] % 2 == 0
     with pytest.raises(RuntimeError, match="no token"):
-        made.add_request(0, SamplingParams(), np.array([1, 2], dtype=np.int32), 1, 0, matcher=Deaf())
+        made.add_request(0, NewSequence(SamplingParams(), np.array([1, 2], dtype=np.int32), 1, 0, matcher=Deaf()))
 
 
 def greedy(made: Sampler, logits: torch.Tensor, row: int = 0) -> int:
@@ -394,7 +394,8 @@ def greedy(made: Sampler, logits: torch.Tensor, row: int = 0) -> int:
 
 def biased(tokens: list[int] = (), prompt_len: int = 0, ends: tuple[int, ...] = (), **settings) -> Sampler:
     made = sampler(SamplingParams())
-    made.add_request(0, SamplingParams(temperature=0.0, **settings), np.array(tokens, dtype=np.int32), prompt_len, 0, ends=ends)
+    params = SamplingParams(temperature=0.0, **settings)
+    made.add_request(0, NewSequence(params, np.array(tokens, dtype=np.int32), prompt_len, 0, ends=ends))
     return made
 
 
@@ -450,7 +451,7 @@ class Only:
 )
 def test_fields_that_leave_no_token_are_named_and_logits_that_are_not_finite_are_no_fault_of_theirs(fields, form, names):
     made = sampler(SamplingParams())
-    made.add_request(0, SamplingParams(**fields), empty(), 0, 0, ends=(2,), matcher=form)
+    made.add_request(0, NewSequence(SamplingParams(**fields), empty(), 0, 0, ends=(2,), matcher=form))
     logits = torch.zeros(1, 50) if names else torch.full((1, 50), torch.nan)
     assert made.sample(logits, np.array([0]), np.array([5])).tolist() == [FAILED]
     refused = [InvalidRequest.unpacked(reason, None) for reason in made.refusals.values()]
@@ -486,7 +487,8 @@ def test_a_neighbour_changes_nothing(name):
     for neighbour in (2, 3):
         made, own = sampler(*plain), logits.clone()
         params = SamplingParams(temperature=float(neighbour == 3), **FEATURES[name])
-        made.add_request(neighbour, params, empty(), 0, neighbour, ends=(0, 5), matcher=Alternating() if name == "grammar" else None)
+        matcher = Alternating() if name == "grammar" else None
+        made.add_request(neighbour, NewSequence(params, empty(), 0, neighbour, ends=(0, 5), matcher=matcher))
         found = made.sample(own, rows, positions)
         others = rows[rows != neighbour]
         assert (found[others] == expected[others]).all()

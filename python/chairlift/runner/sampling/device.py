@@ -13,10 +13,10 @@ from chairlift.runner.buffers import PendingResult, StepBuffers
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.sampling.bias import NEVER
 from chairlift.runner.sampling.sampler import LOWEST_TEMPERATURE, Drawn, Scored
-from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.runner.cuda_graphs import Graph
+    from chairlift.runner.interface import NewSequence
 
 _BITS = np.array([1 << bit for bit in range(8)], dtype=np.uint8)
 
@@ -55,9 +55,9 @@ class DeviceSampler:
         self.last_token = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         """int32 [max_seqs + 1]: the last token of each slot, 0 if its draw failed."""
 
-    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
-        """Assigns a slot to a sequence with these tokens (prompt, then output)."""
-        settings = self._settings
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
+        """Assigns a slot to a sequence."""
+        params, settings = sequence.params, self._settings
         if (row := int(settings["slot"][slot])) >= 0:
             self._free_rows.append(row)
             settings["slot"][slot] = -1
@@ -68,11 +68,11 @@ class DeviceSampler:
             "top_k": params.top_k,
             "top_p": params.top_p,
             "min_p": params.min_p,
-            "seed": (seed + 2**63) % 2**64 - 2**63,
+            "seed": (sequence.seed + 2**63) % 2**64 - 2**63,
             "repetition": params.repetition_penalty,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
-            "slot": self._add_counts(tokens, prompt_len) if params.penalised else -1,
+            "slot": self._add_counts(sequence.tokens, sequence.prompt_len) if params.penalised else -1,
         }
         for name, entry in entries.items():
             settings[name][slot] = entry

@@ -15,6 +15,7 @@ from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.runner.cuda_graphs import Graph
+    from chairlift.runner.interface import NewSequence
 
 
 class HostSampler:
@@ -33,15 +34,16 @@ class HostSampler:
         self.seed = np.zeros(max_seqs, dtype=np.uint64)
         self.penalties: dict[int, Penalties] = {}
 
-    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
-        """Assigns a slot to a sequence with these tokens (prompt, then output)."""
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
+        """Assigns a slot to a sequence."""
+        params = sequence.params
         self.temperature[slot] = params.temperature and max(params.temperature, LOWEST_TEMPERATURE)
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
-        self.seed[slot] = seed % 2**64
+        self.seed[slot] = sequence.seed % 2**64
         if params.penalised:
-            self.penalties[slot] = Penalties(params, tokens, prompt_len)
+            self.penalties[slot] = Penalties(params, sequence.tokens, sequence.prompt_len)
 
     def remove_request(self, slot: int) -> None:
         """Frees a slot."""
@@ -64,7 +66,7 @@ class HostSampler:
     def draw(self, logits: np.ndarray, buffers: StepBuffers, graph: Graph | None, scored: Scored | None) -> Drawn:
         """Draws a token per row of logits [N, vocabulary] in fp32, which it may overwrite.
 
-        The token of a row with a NaN, or whose best logit is not finite, is FAILED. Temperature 0 takes the first of the most likely tokens.
+        The token of a row with a NaN or without a finite best logit is FAILED. Temperature 0 takes the first of the most likely tokens.
         """
         slots = buffers.sample_slots[: len(logits)]
         penalised = entries_of(self.penalties, slots)

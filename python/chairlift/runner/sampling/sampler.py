@@ -14,10 +14,10 @@ from chairlift.runner.executor import Logits
 from chairlift.runner.sampling import bias, logprobs
 from chairlift.runner.sampling.bias import Bias
 from chairlift.runner.sampling.matcher import Masks, MatchedRows, Matcher, accept, masks, matched_rows
-from chairlift.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chairlift.runner.cuda_graphs import Graph
+    from chairlift.runner.interface import NewSequence
 
 FAILED = -1
 """The result for a row whose logits are not finite or that has no allowed token."""
@@ -62,8 +62,8 @@ class TokenSampler(Protocol):
     The other sequences of a step never change a draw.
     """
 
-    def add_request(self, slot: int, params: SamplingParams, tokens: np.ndarray, prompt_len: int, seed: int) -> None:
-        """Assigns a slot to a sequence with these tokens (prompt, then output)."""
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
+        """Assigns a slot to a sequence."""
 
     def remove_request(self, slot: int) -> None:
         """Frees a slot."""
@@ -114,30 +114,17 @@ class Sampler:
         self.detailed = np.full(max_seqs, NONE_REQUESTED)
         self._mask_thread = ThreadPoolExecutor(1, "masks")
 
-    def add_request(
-        self,
-        slot: int,
-        params: SamplingParams,
-        tokens: np.ndarray,
-        prompt_len: int,
-        seed: int,
-        *,
-        ends: Sequence[int] = (),
-        matcher: Matcher | None = None,
-    ) -> None:
-        """Assigns `slot` to a sequence with these tokens (prompt, then output).
-
-        `ends` are the token ids at which it stops, for `min_tokens`. A fresh `matcher` accepts the output so far; its exceptions
-        propagate.
-        """
+    def add_request(self, slot: int, sequence: NewSequence) -> None:
+        """Assigns `slot` to a sequence. Its matcher accepts the output so far; the matcher's exceptions propagate."""
+        params, output = sequence.params, sequence.tokens[sequence.prompt_len :].tolist()
         self.remove_request(slot)
         self.detailed[slot] = NONE_REQUESTED if params.logprobs is None else params.logprobs
         self.scored[slot] = max(self.detailed[slot], 0 if params.ranked else NONE_REQUESTED)
-        self.tokens.add_request(slot, params, tokens, prompt_len, seed)
+        self.tokens.add_request(slot, sequence)
         if Bias.needed(params):
-            self.biases[slot] = Bias(params, tokens[prompt_len:].tolist(), ends)
-        if matcher is not None:
-            for token in tokens[prompt_len:].tolist():
+            self.biases[slot] = Bias(params, output, sequence.ends)
+        if (matcher := sequence.matcher) is not None:
+            for token in output:
                 matcher.accept(token)
             self.matchers[slot] = matcher
 
