@@ -44,41 +44,37 @@ class EmbeddingFields(Fields):
 class EmbeddingBatch:
     """The texts of one request. Each is a sequence of its own for the scheduler."""
 
-    def __init__(self, generation: Generation, dimensions: int | None) -> None:
-        self.generation = generation
+    def __init__(
+        self, request: Request, body: GenerationRequest, texts: list[list[int]], params: SamplingParams, dimensions: int | None = None
+    ) -> None:
+        with renamed_params(prompt="input"):
+            self.generation = Generation(request, body, texts, params, kind="list", prefix="embd-")
         self._dimensions = dimensions
 
     @classmethod
-    async def begin(
-        cls, request: Request, body: GenerationRequest, inputs: list[str | list[int]], *, dimensions: int | None, truncate: bool = False
-    ) -> EmbeddingBatch:
-        """Tokenizes the inputs, texts or token ids. `truncate` shortens those that are too long, which otherwise raise InvalidRequest."""
-        named = [(f"Input {index}", "input") for index in range(len(inputs))]
-        return await cls._of_texts(request, body, inputs, named, dimensions=dimensions, truncate=truncate)
-
-    @classmethod
-    async def of_query(cls, request: Request, body: GenerationRequest, query: str, documents: list[str]) -> EmbeddingBatch:
-        """Tokenizes a query and the documents that are compared with it. Raises InvalidRequest for a text that is too long."""
-        named = [("The query", "query"), *((f"Document {index}", "documents") for index in range(len(documents)))]
-        return await cls._of_texts(request, body, [query, *documents], named, dimensions=None, truncate=False)
-
-    @classmethod
-    async def _of_texts(
+    async def of_texts(
         cls,
         request: Request,
         body: GenerationRequest,
         inputs: Sequence[str | list[int]],
-        named: list[tuple[str, str]],
         *,
-        dimensions: int | None,
-        truncate: bool,
+        query: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
     ) -> EmbeddingBatch:
-        """Tokenizes the inputs; `named` has what errors call each, and its field."""
+        """Tokenizes the inputs, texts or token ids. With a `query` they are documents, and it is the first text.
+
+        `truncate` shortens those that are too long, which otherwise raise InvalidRequest.
+        """
+        what, param = ("Input", "input") if query is None else ("Document", "documents")
+        named = [(f"{what} {index}", param) for index in range(len(inputs))]
+        if query is not None:
+            named, inputs = [("The query", "query"), *named], [query, *inputs]
         model = await service_of(request).use(request, body.model, adapters=False)
         limit = check_dimensions(dimensions, model.engine.info)
         if len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"{len(inputs)} inputs in one request, at most {MAX_INPUTS} are allowed", param="input")
-        texts = await _tokens(request, model, inputs, limit, must_fit=not truncate, param=named[-1][1])
+        texts = await _tokens(request, model, inputs, limit, must_fit=not truncate, param=param)
         for index, tokens in enumerate(texts):
             if len(tokens) <= limit:
                 continue
@@ -86,7 +82,7 @@ class EmbeddingBatch:
                 raise _too_long(*named[index], limit, len(tokens))
             kept = model.engine.tokenizer.num_closing_tokens if isinstance(inputs[index], str) else 0
             texts[index] = tokens[: limit - kept] + tokens[len(tokens) - kept :]
-        return cls._begin(request, body, texts, EMBED, dimensions)
+        return cls(request, body, texts, EMBED, dimensions)
 
     @classmethod
     async def of_pairs(
@@ -100,14 +96,7 @@ class EmbeddingBatch:
                 raise _too_long(f"The query with document {index}", "documents", limit, len(tokens))
         # The second text begins after the query, at one place in all pairs.
         params = replace(EMBED, second_text=pairs[0][1])
-        return cls._begin(request, body, [tokens for tokens, _ in pairs], params, None)
-
-    @classmethod
-    def _begin(
-        cls, request: Request, body: GenerationRequest, texts: list[list[int]], params: SamplingParams, dimensions: int | None
-    ) -> EmbeddingBatch:
-        with renamed_params(prompt="input"):
-            return cls(Generation(request, body, texts, params, kind="list", prefix="embd-"), dimensions)
+        return cls(request, body, [tokens for tokens, _ in pairs], params)
 
     async def embeddings(self) -> list[array[float]]:
         """Returns the embeddings in the order of the inputs: vectors of length 1. Raises the engine's errors."""

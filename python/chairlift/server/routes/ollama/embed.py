@@ -44,7 +44,7 @@ async def embed(request: Request) -> Response:
     model = await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
     if is_empty:
         return Json({"model": model.name, "embeddings": []}, headers=ignored_header(ignored))
-    batch = await EmbeddingBatch.begin(request, _fields(body), inputs, dimensions=body.dimensions, truncate=body.truncate is not False)
+    batch = await EmbeddingBatch.of_texts(request, _fields(body), inputs, dimensions=body.dimensions, truncate=body.truncate is not False)
     found = await batch.embeddings()
     load = round(request.state.context.waited_for_model * 1e9)
 
@@ -62,7 +62,7 @@ async def embeddings(request: Request) -> Response:
     await service_of(request).use(request, served_name(body.model), keep_alive_seconds(body.keep_alive))
     if not body.prompt:
         return Json({"embedding": []}, headers=ignored_header(ignored))
-    batch = await EmbeddingBatch.begin(request, _fields(body), [body.prompt], dimensions=None, truncate=True)
+    batch = await EmbeddingBatch.of_texts(request, _fields(body), [body.prompt], truncate=True)
     (embedding,) = await batch.embeddings()
     return Json({"embedding": embedding.tolist()}, headers=ignored_header(ignored))
 

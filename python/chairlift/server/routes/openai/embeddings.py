@@ -30,7 +30,7 @@ async def embeddings(request: Request) -> Response:
     """Answers one request."""
     body, ignored = await read_fields(request, EmbeddingRequest)
     inputs = await beside(request, texts_or_ids, body.input, "input")
-    batch = await EmbeddingBatch.begin(request, body.generation(), inputs, dimensions=body.dimensions)
+    batch = await EmbeddingBatch.of_texts(request, body.generation(), inputs, dimensions=body.dimensions)
     found = await batch.embeddings()
     usage = batch.generation.usage.prompt
     encode = _base64 if body.encoding_format == "base64" else array.tolist

@@ -54,7 +54,7 @@ async def rerank(request: Request) -> Response:
     model = await service_of(request).use(request, body.model, adapters=False)
     kind = model.engine.info.score
     if kind is None:
-        batch = await EmbeddingBatch.of_query(request, body.generation(), body.query, texts)
+        batch = await EmbeddingBatch.of_texts(request, body.generation(), texts, query=body.query)
     else:
         batch = await EmbeddingBatch.of_pairs(request, model, body.generation(), body.query, texts)
     embeddings = await batch.embeddings()
