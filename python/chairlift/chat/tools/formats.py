@@ -53,7 +53,6 @@ class Granite(Hermes):
     """`<|tool_call|>[{"name": "f", "arguments": {}}]`: the format of Granite 3 and Phi-4, which may end with `<|/tool_call|>`."""
 
     marks = (GRANITE_OPEN, HERMES_OPEN, GRANITE_CLOSE)
-    end_mark = GRANITE_CLOSE
     form = ToolCallFormat(f"{GRANITE_OPEN}[", separator=", ", end="]")
 
 
@@ -61,7 +60,6 @@ class Nemotron(Hermes):
     """`<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>`: the format of Nemotron Nano 2 and Llama Nemotron."""
 
     marks = (NEMOTRON_OPEN, NEMOTRON_CLOSE)
-    end_mark = NEMOTRON_CLOSE
     form = ToolCallFormat(f"{NEMOTRON_OPEN}[", separator=", ", end=f"]{NEMOTRON_CLOSE}")
 
 
@@ -69,7 +67,6 @@ class Cohere(Hermes):
     """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]<|END_ACTION|>`: that of Command R7B and Command A."""
 
     marks = (COHERE_OPEN, COHERE_CLOSE)
-    end_mark = COHERE_CLOSE
     form = ToolCallFormat(
         f"{COHERE_OPEN}[", '{"tool_call_id": "0", "tool_name": "', '", "parameters": ', separator=", ", end=f"]{COHERE_CLOSE}"
     )
@@ -79,7 +76,6 @@ class CommandR(Hermes):
     """`Action:` and a block of code with `[{"tool_name": "f", "parameters": {}}]`: the format of Command R and R+."""
 
     marks = (COMMAND_R_OPEN, COMMAND_R_CLOSE)
-    end_mark = COMMAND_R_CLOSE
     form = ToolCallFormat(
         f"{COMMAND_R_OPEN}\n```json\n[\n    ",
         '{\n        "tool_name": "',
@@ -99,7 +95,6 @@ class Apertus(Hermes):
     """`<|tools_prefix|>[{"f": {}}]<|tools_suffix|>`: the format of Apertus, in which a function's name is the key of its arguments."""
 
     marks = (APERTUS_OPEN, APERTUS_CLOSE)
-    end_mark = APERTUS_CLOSE
     form = ToolCallFormat(f"{APERTUS_OPEN}[", '{"', '": ', "}", ", ", f"]{APERTUS_CLOSE}")
 
     def _object(self) -> ParserSteps:
@@ -118,7 +113,6 @@ class Intern(Hermes):
     """`<|action_start|><|plugin|>{"name": "f", "parameters": {}}<|action_end|>`: the format of InternLM2 and Intern-S1."""
 
     marks = (INTERN_OPEN, INTERN_CLOSE)
-    end_mark = INTERN_CLOSE
     inner_marks = (INTERN_PLUGIN,)
     form = ToolCallFormat(
         f"{INTERN_OPEN}{INTERN_PLUGIN}\n",
@@ -140,7 +134,6 @@ class Hunyuan(Hermes):
     """
 
     marks = (HUNYUAN_OPEN, HUNYUAN_CLOSE)
-    end_mark = HUNYUAN_CLOSE
     form = ToolCallFormat(f"{HUNYUAN_OPEN}[", separator=", ", end=f"]{HUNYUAN_CLOSE}")
 
     def _call(self) -> ParserSteps:
@@ -156,7 +149,6 @@ class Llama(ToolParser):
     """
 
     marks = (LLAMA_TAG,)
-    end_mark = LLAMA_TAG
 
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:
@@ -186,7 +178,6 @@ class Mistral(ToolParser):
     """
 
     marks = (MISTRAL_MARK,)
-    end_mark = MISTRAL_MARK
     inner_marks = (MISTRAL_CALL_ID, MISTRAL_ARGS)
 
     @classmethod

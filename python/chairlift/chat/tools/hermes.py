@@ -17,7 +17,6 @@ class Hermes(ToolParser):
     """
 
     marks: ClassVar[tuple[str, ...]] = (HERMES_OPEN, HERMES_CLOSE)
-    end_mark = HERMES_CLOSE
     form: ClassVar[ToolCallFormat | None] = None
     """How a model writes calls, if not as Qwen's templates do."""
 

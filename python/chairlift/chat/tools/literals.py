@@ -204,7 +204,6 @@ class Olmo(Pythonic):
     """`<function_calls>f(city="Bern", days=3)</function_calls>`, with each call on a line of its own: the format of OLMo 3."""
 
     marks = (OLMO_OPEN, _OLMO_CLOSE)
-    end_mark = _OLMO_CLOSE
 
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:

@@ -39,7 +39,6 @@ class Functionary31(Named):
     """`<function=f>{"city": "Bern"}</function>`: the format of Functionary 3.1, and of Llama 3.1 for functions described in a prompt."""
 
     marks = (FUNCTIONARY_OPEN, _FUNCTIONARY_CLOSE)
-    end_mark = _FUNCTIONARY_CLOSE
     name_end = ">"
 
     @classmethod
@@ -58,7 +57,6 @@ class Functionary32(Named):
     """
 
     marks = (_RECIPIENT,)
-    end_mark = _RECIPIENT
     wraps_content = True
 
     @classmethod
@@ -79,7 +77,6 @@ class Glm4(Named):
     """
 
     marks = (_GLM4_TURN,)
-    end_mark = _GLM4_TURN
 
     @classmethod
     def call_format(cls, template: str) -> ToolCallFormat:

@@ -55,13 +55,17 @@ class ToolParser(ABC):
     marks: ClassVar[tuple[str, ...]]
     """Texts that begin a call or end one."""
     end_mark: ClassVar[str]
-    """The mark that ends arguments that are invalid JSON."""
+    """The mark that ends arguments that are invalid JSON: the last of a format's `marks`, unless the format names another."""
     inner_marks: ClassVar[tuple[str, ...]] = ()
     """Texts inside calls; like the marks they may be control tokens."""
     wraps_content: ClassVar[bool] = False
     """Whether content has marks too, so that answers without tools must be parsed."""
     needs_types: ClassVar[bool] = False
     """Whether arguments are plain text, of which only the functions' schemas tell the types."""
+
+    def __init_subclass__(cls) -> None:
+        if "marks" in vars(cls) and "end_mark" not in vars(cls):
+            cls.end_mark = cls.marks[-1]
 
     def __init__(
         self,

@@ -166,7 +166,6 @@ class Seed(Qwen):
     """
 
     marks = (SEED_OPEN, "<function=", SEED_CLOSE)
-    end_mark = SEED_CLOSE
     value_ends = ("</parameter>",)
     ends = ("</function>", SEED_CLOSE)
     forgetful = False
@@ -176,7 +175,6 @@ class MiniMax(Qwen):
     """`<minimax:tool_call><invoke name="f"><parameter name="city">Bern</parameter></invoke></minimax:tool_call>`: MiniMax-M2's format."""
 
     marks = (MINIMAX_OPEN, '<invoke name="', MINIMAX_CLOSE)
-    end_mark = MINIMAX_CLOSE
     inner_marks = ()
     key_tags = ('<parameter name="', '">')
     name_end = '">'
@@ -192,14 +190,13 @@ class DeepSeek32(Qwen):
     """
 
     marks = (f"<{DSML}function_calls>", f'<{DSML}invoke name="', f"</{DSML}function_calls>")
-    end_mark = marks[2]
     inner_marks = ()
     key_tags = (f'<{DSML}parameter name="', '" string="')
     name_end = '">'
     value_tags = ('true">', 'false">')
     text_tag = value_tags[0]
     value_ends = (f"</{DSML}parameter>",)
-    ends = (f"</{DSML}invoke>", end_mark)
+    ends = (f"</{DSML}invoke>", marks[2])
     forgetful = False
 
 
@@ -207,8 +204,7 @@ class DeepSeek4(DeepSeek32):
     """The same between `tool_calls` instead of `function_calls`: the format of DeepSeek V4."""
 
     marks = (f"<{DSML}tool_calls>", f'<{DSML}invoke name="', f"</{DSML}tool_calls>")
-    end_mark = marks[2]
-    ends = (f"</{DSML}invoke>", end_mark)
+    ends = (f"</{DSML}invoke>", marks[2])
 
 
 class Glm(Tagged):
