@@ -25,22 +25,44 @@ def figures(requests: NDArray[Any]) -> dict[str, float | None]:
     preemptions. `completion_s` is from the first arrival to the last end.
     """
     started = requests[requests["first_token"] >= 0]
-    done = requests[np.isin(requests["finish"], (STOP, LENGTH))]
-    several = done[done["output_tokens"] > 1]
     prompt = int(started["prompt_tokens"].sum())
     cached = int(started["cached_tokens"].sum())
     return {
         "requests": len(requests),
-        "finished": len(done),
-        **percentiles("ttft", (started["first_token"] - started["arrived"]) / 1e6, 50, 99),
-        **percentiles("time_per_output_token", (several["ended"] - several["first_token"]) / (several["output_tokens"] - 1) / 1e6, 50, 99),
-        **percentiles("end_to_end", (done["ended"] - done["arrived"]) / 1e6, 50, 99),
+        "finished": len(finished(requests)),
+        **percentiles("ttft", ttft(requests), 50, 99),
+        **percentiles("time_per_output_token", tpot(requests), 50, 99),
+        **percentiles("end_to_end", e2e(requests), 50, 99),
         "completion_s": float(requests["ended"].max() - requests["arrived"].min()) / 1e6 if len(requests) else None,
         "output_tokens": int(requests["output_tokens"].sum()),
         "service": PROMPT_TOKEN * (prompt - cached) + OUTPUT_TOKEN * int(requests["output_tokens"].sum()),
         "cached_share": cached / prompt if prompt else None,
         "preemptions": int(requests["preemptions"].sum()),
     }
+
+
+def finished(requests: NDArray[Any]) -> NDArray[Any]:
+    """The requests that finished by a stop condition or their length."""
+    return requests[np.isin(requests["finish"], (STOP, LENGTH))]
+
+
+def ttft(requests: NDArray[Any]) -> NDArray[np.float64]:
+    """Seconds to the first token, for each request that got one."""
+    answered = requests[requests["first_token"] >= 0]
+    return np.asarray((answered["first_token"] - answered["arrived"]) / 1e6)
+
+
+def tpot(requests: NDArray[Any]) -> NDArray[np.float64]:
+    """Mean seconds between two tokens, for each request that finished with more than one."""
+    done = finished(requests)
+    several = done[done["output_tokens"] > 1]
+    return np.asarray((several["ended"] - several["first_token"]) / (several["output_tokens"] - 1) / 1e6)
+
+
+def e2e(requests: NDArray[Any]) -> NDArray[np.float64]:
+    """Seconds from arrival to end, for each request that finished."""
+    done = finished(requests)
+    return np.asarray((done["ended"] - done["arrived"]) / 1e6)
 
 
 def grouped(requests: NDArray[Any], labels: NDArray[Any]) -> dict[str, dict[str, float | None]]:

@@ -36,6 +36,11 @@ class SharedModel:
     weight: int = 1
     """Its share of the time while others have requests too."""
 
+    @property
+    def target_itl(self) -> int | None:
+        """Microseconds that should pass between two steps at most, as in the server."""
+        return None if self.config.target_itl_ms is None else round(self.config.target_itl_ms * 1000)
+
 
 class ModelsResult:
     """The results of several models: `results` by name. `wall` is the seconds that the simulation took to run."""
@@ -104,9 +109,9 @@ def simulate_models(
 
 @dataclass(frozen=True, slots=True)
 class SharedMachine:
-    """Several models on one machine: of each its name, its scheduler's settings, its step times, its weight and its ITL target."""
+    """Several models on one machine, with each one's scheduler's settings and step times."""
 
-    models: tuple[tuple[str, dict[str, Any], StepTime, int, int | None], ...]
+    models: tuple[tuple[SharedModel, dict[str, Any], StepTime], ...]
 
     @classmethod
     def of(cls, models: Sequence[SharedModel], device: Machine, step_times: Mapping[str, StepTime] | None = None) -> SharedMachine:
@@ -114,30 +119,29 @@ class SharedMachine:
         if not models:
             raise InvalidSetting("a simulation of several models needs at least one")
         pairs = zip(models, _machines(models, device, step_times or {}), strict=True)
-        return cls(tuple((model.name, settings, steps, model.weight, _itl(model.config)) for model, (settings, steps) in pairs))
+        return cls(tuple((model, settings, steps) for model, (settings, steps) in pairs))
 
     def run(self, workload: Workload) -> ModelsResult:
         """Simulates a workload whose column `model` has indices into the models. Raises InvalidSetting if settings are impossible."""
-        shared = [(settings, steps.numbers, weight, itl) for _, settings, steps, weight, itl in self.models]
+        shared = [(settings, steps.numbers, model.weight, model.target_itl) for model, settings, steps in self.models]
         start = time.perf_counter()
-        policies = [settings.get("scheduling_policy") for _, settings, *_ in self.models]
+        policies = [settings.get("scheduling_policy") for _, settings, _ in self.models]
         with simulating(*policies) as failures:
             reports = _core.simulate_models(workload.requests, workload.names, workload.name_block, list(workload.tenants), shared)
         wall = time.perf_counter() - start
         weights, results = dict(workload.tenants), {}
-        for (name, settings, *_), policy, report in zip(self.models, policies, reports, strict=True):
-            results[name] = Result([report], settings, wall, weights=weights, policy_failure=failures[policy])
+        for (model, settings, _), policy, report in zip(self.models, policies, reports, strict=True):
+            results[model.name] = Result([report], settings, wall, weights=weights, policy_failure=failures[policy])
         return ModelsResult(results, wall)
 
     def times(self, factor: float) -> SharedMachine:
         """The same machine with steps that take `factor` times as long."""
-        slower = ((name, settings, steps.times(factor), weight, itl) for name, settings, steps, weight, itl in self.models)
-        return SharedMachine(tuple(slower))
+        return SharedMachine(tuple((model, settings, steps.times(factor)) for model, settings, steps in self.models))
 
     @property
     def longest(self) -> list[int]:
         """The most tokens of a request of each model, prompt and output."""
-        return [longest_request(settings) for _, settings, *_ in self.models]
+        return [longest_request(settings) for _, settings, _ in self.models]
 
 
 def devices_of(text: str) -> str | dict[str, str]:
@@ -173,16 +177,14 @@ def _machines(models: Sequence[SharedModel], device: Machine, step_times: Mappin
         raise InvalidSetting(f"--modelled-device: it has no measurement of the model {missing[0]!r:.100}")
     on = loaded(device)
     if isinstance(on, dict):
-        return [_measured(model, on[model.name], step_times.get(model.name)) for model in models]
+        # The profile of a journal names no model, and fits any.
+        names = [model.config.model if on[model.name].model else None for model in models]
+        own = zip(models, names, strict=True)
+        return [machine(name, on[model.name], model.config, step_times.get(model.name)) for model, name in own]
     configs = [model.config for model in models]
     if isinstance(on, Device) and len(models) > 1:
         configs = _shared_memory(models, on)
     return [machine(config.model, on, config, step_times.get(model.name)) for model, config in zip(models, configs, strict=True)]
-
-
-def _measured(model: SharedModel, profile: Profile, step_time: StepTime | None) -> tuple[dict[str, Any], StepTime]:
-    """The machine of a profile, which a journal's name of no model fits too."""
-    return machine(model.config.model if profile.model else None, profile, model.config, step_time)
 
 
 def _shared_memory(models: Sequence[SharedModel], on: Device) -> list[EngineConfig]:
@@ -206,8 +208,3 @@ def _shared_memory(models: Sequence[SharedModel], on: Device) -> list[EngineConf
     each = int(left // unsized) if unsized else 0
     sized = (model.config.num_kv_blocks or model.config.kv_cache_memory_bytes for model in models)
     return [model.config if has else replace(model.config, kv_cache_memory_bytes=each) for model, has in zip(models, sized, strict=True)]
-
-
-def _itl(config: EngineConfig) -> int | None:
-    """Microseconds that should pass between two steps at most, as in the server."""
-    return None if config.target_itl_ms is None else round(config.target_itl_ms * 1000)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from chairlift.errors import InvalidSetting
 from chairlift.sim import groups
-from chairlift.sim.groups import ABORT, DEADLINE, ERROR, GROUPS, LENGTH, STOP, percentiles
+from chairlift.sim.groups import ABORT, DEADLINE, ERROR, GROUPS, percentiles
 
 if TYPE_CHECKING:
     from chairlift import _core
@@ -108,24 +108,19 @@ class Result:
     @property
     def finished(self) -> NDArray[Any]:
         """The requests that finished by a stop condition or their length."""
-        return self.requests[np.isin(self.requests["finish"], (STOP, LENGTH))]
+        return groups.finished(self.requests)
 
     def ttft(self) -> NDArray[np.float64]:
         """Seconds to the first token, for each request that got one."""
-        answered = self.requests[self.requests["first_token"] >= 0]
-        seconds: NDArray[np.float64] = (answered["first_token"] - answered["arrived"]) / 1e6
-        return seconds
+        return groups.ttft(self.requests)
 
     def tpot(self) -> NDArray[np.float64]:
         """Mean seconds between two tokens, for each request that finished with more than one."""
-        several = self.finished[self.finished["output_tokens"] > 1]
-        seconds: NDArray[np.float64] = (several["ended"] - several["first_token"]) / (several["output_tokens"] - 1) / 1e6
-        return seconds
+        return groups.tpot(self.requests)
 
     def e2e(self) -> NDArray[np.float64]:
         """Seconds from arrival to end, for each request that finished."""
-        seconds: NDArray[np.float64] = (self.finished["ended"] - self.finished["arrived"]) / 1e6
-        return seconds
+        return groups.e2e(self.requests)
 
     def itl(self, percent: float) -> float | None:
         """A percentile of the seconds between two tokens, exact to 0.4 %; None if there are none."""

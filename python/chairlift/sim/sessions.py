@@ -112,8 +112,7 @@ class SessionsResult:
 
     def figures(self) -> dict[str, float | None]:
         """The figures of sessions by name: rates, the part of prompt tokens that were cached, seconds, and slowdowns."""
-        began = self.requests[self.requests["first_token"] >= 0]
-        ttft, slowdowns = (began["first_token"] - began["arrived"]) / 1e6, self.slowdowns
+        ttft, slowdowns = groups.ttft(self.requests), self.slowdowns
         prompt = int(self.requests["prompt_tokens"].sum())
         p50, p99 = np.percentile(ttft, (50, 99)).tolist() if len(ttft) else (None, None)
         return {
