@@ -48,7 +48,8 @@ _MAX_BUFFERED_OUTPUTS = 64
 class Generation:
     """The generation that one API request asks for. `outputs` runs it; closing `outputs` early aborts it in the engine.
 
-    `head` holds the fields that every response begins with: id, object, created, model, determinism and arithmetic.
+    `head` holds the fields that every response begins with: id, object, created, model, determinism, arithmetic, and service_tier if the
+    request has one.
     """
 
     def __init__(
@@ -76,7 +77,6 @@ class Generation:
         self._takes_turns = takes_turns(self._session, self._model.engine.config)
         self._max_wait = preferred_wait(request.headers) if self._takes_turns else None
         self._reader: Reader = request.state.reader
-        self._asks_for_tier = body.service_tier is not None
         self._stream = bool(body.stream)
         lora = self._model.adapter(body.model)
         if lora is not None:
@@ -102,6 +102,7 @@ class Generation:
             "model": lora or self._model.name,
             "determinism": self._model.engine.info.determinism,
             "arithmetic": self._model.engine.info.arithmetic,
+            **({"service_tier": self.service_tier} if body.service_tier is not None and self.service_tier else {}),
         }
         config = self._model.engine.config
         cacheable = sum(len(prompt) // config.block_size * config.block_size for prompt in prompts) if config.enable_prefix_caching else 0
@@ -135,10 +136,6 @@ class Generation:
         """The tier that serves the request, in OpenAI's words; None for a background request."""
         return None if self._scheduling.served_tier == "background" else self._scheduling.tier
 
-    def service_tier_field(self) -> dict[str, object]:
-        """Returns the `service_tier` field of the response, if the request has one."""
-        return {"service_tier": self.service_tier} if self._asks_for_tier and self.service_tier else {}
-
     async def wait_headers(self) -> dict[str, str]:
         """Returns the headers of a stream without a first event: how long it is expected to wait for its session's turn, if it does."""
         if not self._takes_turns:
@@ -146,9 +143,12 @@ class Generation:
         seconds = await expected_wait(self._model.engine, self._engine_ids[0])
         return {} if seconds is None else {HEADER: str(whole_seconds(seconds))}
 
-    def metrics(self) -> dict[str, dict[str, float | None]]:
-        """Returns the `metrics` field of the response, once an answer has ended; several answers are timed from first start to last end."""
-        return {"metrics": timing_metrics(self._timing, self.usage.completion)} if self._timing else {}
+    def metrics(self, wanted: bool | None) -> dict[str, dict[str, float | None]]:
+        """Returns the `metrics` field of the response, if it is `wanted`, once an answer has ended.
+
+        Several answers are timed from first start to last end.
+        """
+        return {"metrics": timing_metrics(self._timing, self.usage.completion)} if wanted and self._timing else {}
 
     def _usage_labels(self, index: int) -> UsageLabels:
         return UsageLabels.of(self._engine_ids[index], self._request_id, self._model.name, self._scheduling, self._length(index))

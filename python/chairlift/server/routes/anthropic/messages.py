@@ -62,7 +62,7 @@ class _MessageBuilder:
                     pass
         for _ in self._end():
             pass
-        metrics = self._completion.generation.metrics() if self._body.metrics else {}
+        metrics = self._completion.generation.metrics(self._body.metrics)
         return self._message() | {"content": self._blocks, **self._stop_reason, **metrics}
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -134,7 +134,7 @@ class _MessageBuilder:
         if not self._blocks or (self._blocks[-1]["type"] == "thinking" and self._stop_reason["stop_reason"] != self._at_limit):
             yield self._open(_text_block())
             yield from self._close()
-        metrics = self._completion.generation.metrics() if self._body.metrics else {}
+        metrics = self._completion.generation.metrics(self._body.metrics)
         yield {"type": "message_delta", "delta": self._stop_reason, "usage": self._completion.generation.usage.message(), **metrics}
         yield {"type": "message_stop"}
 

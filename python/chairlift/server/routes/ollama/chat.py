@@ -102,7 +102,7 @@ class _Answer:
                 for part in self._take(delta):
                     yield self._head() | part | {"done": False}
         usage = self._completion.generation.usage
-        durations = _durations(self._completion.generation.metrics().get("metrics", {}), self._loading)
+        durations = _durations(self._completion.generation.metrics(True).get("metrics", {}), self._loading)
         end = {"done": True, "done_reason": self._done_reason, **durations}
         counts = {"prompt_eval_count": usage.prompt, "eval_count": usage.completion}
         yield self._head() | _text("", "", self._as_message) | end | counts

@@ -68,15 +68,15 @@ class _ChatResponse:
                 }
             )
         generation, body = self._generation, self._body
-        extra = (generation.metrics() if body.include_metrics else {}) | self._completion.diagnostics()
+        extra = generation.metrics(body.include_metrics) | self._completion.diagnostics()
         if body.prompt_logprobs is not None and (logprobs := self._completion.prompt_logprobs) is not None:
             extra["prompt_logprobs"] = Rows(partial(prompt_logprobs_json, self._tokenizer, logprobs, body.prompt_logprobs))
-        return {**generation.head, **generation.service_tier_field(), "choices": choices, "usage": generation.usage.json(), **extra}
+        return {**generation.head, "choices": choices, "usage": generation.usage.json(), **extra}
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields the response as server-sent events."""
         generation, body = self._generation, self._body
-        head: dict[str, Any] = generation.head | generation.service_tier_field() | ({"usage": None} if body.include_usage else {})
+        head: dict[str, Any] = generation.head | ({"usage": None} if body.include_usage else {})
         templates: dict[tuple[int, bool], EventTemplate] = {}
         started: set[int] = set()
         calls: defaultdict[int, WholeCalls] = defaultdict(WholeCalls)
@@ -115,7 +115,7 @@ class _ChatResponse:
                     logprobs = self._logprobs(delta.logprobs)
                     extra["logprobs"] = logprobs | {"content": list(logprobs["content"])}
                 yield chunk(delta.index, fields | self._call_deltas(delta.calls), self._finish_reason(delta.finish_reason), **extra)
-        extra = (generation.metrics() if body.include_metrics else {}) | self._completion.diagnostics()
+        extra = generation.metrics(body.include_metrics) | self._completion.diagnostics()
         if body.include_usage or extra:
             usage = {"usage": generation.usage.json()} if body.include_usage else {}
             yield event({**head, "choices": [], **usage, **extra})

@@ -163,14 +163,14 @@ async def whole(generation: Generation, body: CompletionRequest, choices: Choice
             choice |= delta | {"logprobs": _append_logprobs(choice["logprobs"], delta["logprobs"])}
     for index, choice in collected.items():
         choice["text"] = "".join(texts[index])
-    metrics = generation.metrics() if body.include_metrics else {}
+    metrics = generation.metrics(body.include_metrics)
     ordered = [collected[index] for index in sorted(collected)]
-    return {**generation.head, **generation.service_tier_field(), "choices": ordered, "usage": generation.usage.json(), **metrics}
+    return {**generation.head, "choices": ordered, "usage": generation.usage.json(), **metrics}
 
 
 async def events(generation: Generation, body: CompletionRequest, choices: Choices) -> AsyncGenerator[bytes]:
     """Yields the response as server-sent events; raises the engine's errors."""
-    head: dict[str, Any] = generation.head | generation.service_tier_field() | ({"usage": None} if body.include_usage else {})
+    head: dict[str, Any] = generation.head | ({"usage": None} if body.include_usage else {})
     templates: dict[int, EventTemplate] = {}
     always_usage = body.continuous_usage
     async with aclosing(choices.deltas()) as deltas:
@@ -187,5 +187,5 @@ async def events(generation: Generation, body: CompletionRequest, choices: Choic
     if body.include_usage or body.include_metrics:
         if body.include_usage:
             head["usage"] = generation.usage.json()
-        yield event({**head, "choices": [], **(generation.metrics() if body.include_metrics else {})})
+        yield event({**head, "choices": [], **generation.metrics(body.include_metrics)})
     yield DONE

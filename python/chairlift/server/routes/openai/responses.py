@@ -157,9 +157,9 @@ class _ResponseBuilder:
             yield from self._close("completed")
             yield from self._open(_message())
         yield from self._close("incomplete" if truncated else "completed")
-        usage: dict[str, Any] = {"usage": self._completion.generation.usage.response(), **self._completion.diagnostics()}
-        if self._body.metrics:
-            usage |= self._completion.generation.metrics()
+        generation = self._completion.generation
+        usage: dict[str, Any] = {"usage": generation.usage.response(), **self._completion.diagnostics()}
+        usage |= generation.metrics(self._body.metrics)
         if truncated:
             details = {"incomplete_details": {"reason": "max_output_tokens"}}
             yield {"type": "response.incomplete", "response": self._response("incomplete", **details, **usage)}
