@@ -16,9 +16,9 @@ from chairlift.errors import InvalidSetting
 from chairlift.sim import compare_report, table
 from chairlift.sim.compare import simulate_variant, synthetic_requests, variants
 from chairlift.sim.compare_plot import plot
-from chairlift.sim.devices import Profile, device
+from chairlift.sim.devices import Device, Profile, device
 from chairlift.sim.live import run_live
-from chairlift.sim.run import SETTINGS, basis
+from chairlift.sim.run import SETTINGS, basis, model_on
 from chairlift.sim.workload import Workload
 
 TIMEOUT_MS = 500.0
@@ -109,15 +109,15 @@ def run(args: argparse.Namespace) -> int:
     """Runs the same requests under each variant, simulated or live, and compares the results. Returns 1 if a policy failed."""
     engine = _checked_config(args)
     workload = _workload(args, engine)
-    results = []
+    on, results = device(args.modelled_device or "cpu"), []
     for variant in variants(engine, args.batchings, args.policies, args.batch, args.timeout or TIMEOUT_MS):
         if args.live:
             print(f"running {len(workload):,} requests: {variant.name}", file=sys.stderr, flush=True)
             results.append(run_live(workload, variant))
         else:
-            results.append(simulate_variant(workload, variant, args.model, args.modelled_device or "cpu"))
-    title, subtitle = compare_report.title(len(workload), results), _subtitle(args, engine, workload)
-    note = None if args.live else basis(args.model, device(args.modelled_device or "cpu"), engine)
+            results.append(simulate_variant(workload, variant, args.model, on))
+    title, subtitle = compare_report.title(len(workload), results), _subtitle(on, engine, workload, live=args.live)
+    note = None if args.live else basis(args.model, on, engine)
     if args.json:
         variant_documents = [compare_report.document(result) for result in results]
         print(json.dumps({"title": title, "subtitle": subtitle, "basis": note, "variants": variant_documents}, indent=1))
@@ -164,7 +164,7 @@ def _workload(args: argparse.Namespace, engine: EngineConfig) -> Workload:
     return Workload.of(synthetic_requests(args.num_requests or REQUESTS, *lengths, args.request_rate or RATE))
 
 
-def _subtitle(args: argparse.Namespace, engine: EngineConfig, workload: Workload) -> str:
+def _subtitle(on: Device | Profile, engine: EngineConfig, workload: Workload, *, live: bool) -> str:
     """One sentence on the requests and one on the machine."""
 
     def between(name: str) -> str:
@@ -173,8 +173,7 @@ def _subtitle(args: argparse.Namespace, engine: EngineConfig, workload: Workload
 
     seconds = int(workload.column("arrival_us")[-1]) / 1e6
     arrivals = f"over {seconds:,.1f} s" if seconds else "all at once"
-    on = device(args.modelled_device or "cpu")
-    model = on.model if isinstance(on, Profile) else engine.model
-    where = "this machine" if args.live else f"{'two cores of a Xeon' if on.name == 'cpu' else on.name}, simulated"
+    model = model_on(on, engine)
+    where = "this machine" if live else f"{'two cores of a Xeon' if on.name == 'cpu' else on.name}, simulated"
     which = f"{Path(model).name} on {where}" if model else where
     return f"Prompts of {between('prompt')} tokens, outputs of {between('output')}, {arrivals}. {which}."

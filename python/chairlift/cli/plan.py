@@ -20,7 +20,7 @@ from chairlift.sim.devices import device as known_device
 from chairlift.sim.models import devices_of
 from chairlift.sim.models_plan import plan_models
 from chairlift.sim.plan import Targets, plan
-from chairlift.sim.run import SETTINGS, basis, check_sizes
+from chairlift.sim.run import SETTINGS, basis, check_sizes, model_on
 from chairlift.sim.sessions import DURATION, THINK_TIME
 from chairlift.sim.sessions_plan import SessionsTarget, plan_sessions
 from chairlift.sim.workload_spec import MIN_REQUESTS, WorkloadSpec
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     on = _device(args)
     with progress_bar("planning") as on_progress:
         result = plan(spec, targets, device=on, model=args.model, config=args.engine, on_progress=on_progress)
-    model = on.model if isinstance(on, Profile) else args.engine.model
+    model = model_on(on, args.engine)
     summary = plan_report.summary(result, on, model, traffic, args.users_every, basis(args.model, on, args.engine))
     if args.json:
         users = result.users(args.users_every).rate
@@ -148,7 +148,7 @@ def _run_sessions(args: argparse.Namespace) -> int:
             duration=args.duration or DURATION,
             on_progress=on_progress,
         )
-    model = on.model if isinstance(on, Profile) else args.engine.model
+    model = model_on(on, args.engine)
     if args.json:
         print(json.dumps(result.document() | {"machine": on.name, "model": model}, indent=1))
     else:

@@ -12,12 +12,12 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
 from chairlift.scheduling import ROUTINGS
 from chairlift.sim import table
-from chairlift.sim.devices import Profile, device
+from chairlift.sim.devices import device
 from chairlift.sim.groups import GROUPS, figures
 from chairlift.sim.models import ModelsResult, devices_of, simulate_models
 from chairlift.sim.report import SIMULATED, page
 from chairlift.sim.result import Result
-from chairlift.sim.run import SETTINGS, basis, machine
+from chairlift.sim.run import SETTINGS, basis, machine, model_on
 from chairlift.sim.run import run as simulated
 from chairlift.sim.sessions import DURATION, THINK_TIME, USERS, simulate_sessions
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_summary(result, note))
     if args.report:
-        model = on.model if isinstance(on, Profile) else engine.model
+        model = model_on(on, engine)
         title = f"Simulation: {model} on {args.modelled_device}" if model else f"Simulation: {args.modelled_device}"
         page({Path(args.trace).name: result}, title, [SIMULATED, note, *_changes(args)]).write(args.report)
     return 1 if result.policy_failure else 0

@@ -46,13 +46,9 @@ class SpawnedProcess:
                 stdin=subprocess.DEVNULL if joined is None else subprocess.PIPE,
                 pass_fds=[child_end.fileno(), *gauge],
             )
-        if joined is not None:
-            self._tell(joined)
-
-    def _tell(self, joined: JoinSettings) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as file:  # it has ended, as `wait` will say
-            file.write(joined.encode())
+        if joined is not None and (stdin := self._process.stdin) is not None:
+            with contextlib.suppress(BrokenPipeError), stdin:  # it has ended, as `wait` will say
+                stdin.write(joined.encode())
 
     @property
     def pid(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from chairlift.bench.traces import TraceRequest
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting
+from chairlift.sim.devices import Device, Profile
 from chairlift.sim.policy import HELP
 from chairlift.sim.result import Result
 from chairlift.sim.run import machine, run
@@ -159,7 +160,7 @@ def synthetic_requests(count: int, prompt_tokens: int, output_tokens: int, rate:
     return [TraceRequest(index / rate, length(prompt_tokens), length(output_tokens)) for index in range(count)]
 
 
-def simulate_variant(workload: Workload, variant: Variant, model: str | None, on: str) -> VariantResult:
+def simulate_variant(workload: Workload, variant: Variant, model: str | None, on: str | Device | Profile) -> VariantResult:
     """Simulates a variant on a modelled device (see `sim.run.machine`). Raises InvalidSetting if it cannot be simulated."""
     settings, step_time = machine(model, on, variant.config)
     return from_simulation(variant, run(workload, settings, step_time))

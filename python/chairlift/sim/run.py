@@ -218,6 +218,11 @@ def check_sizes(config: EngineConfig) -> None:
         raise InvalidSetting("--swap-space: the block size of a measured machine is unknown; use a known --modelled-device")
 
 
+def model_on(on: Device | Profile, config: EngineConfig) -> str:
+    """The model that a profile was measured with, or else that of `config`."""
+    return on.model if isinstance(on, Profile) else config.model
+
+
 def basis(model: str | None, on: Device | Profile, config: EngineConfig) -> str:
     """A note on the source of the step times and the data types of a model on a device."""
     if isinstance(on, Profile):
