@@ -36,8 +36,8 @@ DEFAULT_SLOTS, DEFAULT_STEP_TOKENS = 64, 128
 CUDA_SLOTS, CUDA_STEP_TOKENS = 256, 2048
 """The same on a GPU. It needs this many to be busy, and runs a step of this size so quickly that streams hardly notice."""
 TILES_STEP_TOKENS, TILES_WEIGHTS = 256, 300_000_000
-"""Default maximum of tokens per step on a CPU with matrix tiles, for models of at most so many weights. Twice as many with
-`--cpu-math fast`. Such a step takes some tenths of a second."""
+"""Default maximum of tokens per step on a CPU with matrix tiles, for models with at most TILES_WEIGHTS weights. It is twice
+as large with `--cpu-math fast`. Such a step takes some tenths of a second."""
 
 LARGEST_WEIGHT, LARGEST_TIER_WEIGHT = 10_000, 100
 
@@ -381,7 +381,7 @@ class EngineConfig:
         return int(self.speculative_config.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS))
 
     def for_positions(self, positions: int) -> EngineConfig:
-        """Returns the settings of a model that was made for so many positions.
+        """Returns the settings for a model that was made for this number of `positions`.
 
         A `max_model_len` for all models of a server is left out where this model was made for fewer.
         """

@@ -69,7 +69,7 @@ def several(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
 def output(text: str) -> str:
     """Reads the path of a file to be written; one that exists is written over.
 
-    What cannot be written is told now, before the work whose result it was to have.
+    A file that cannot be written is an error now, before the work whose result it would get.
     """
     directory = os.path.dirname(text) or "."
     if os.path.isdir(text):

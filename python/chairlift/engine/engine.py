@@ -410,7 +410,7 @@ class Engine:
         self._energy.close()
 
     def save_prefixes(self, seconds: float) -> None:
-        """Before a clean stop, writes the KV of prompt beginnings to disk for at most so long, if there is a directory for it."""
+        """Writes the KV of prompt beginnings to disk before a clean stop, for at most `seconds`, if there is a directory for it."""
         if self._disk_cache is not None:
             self._disk_cache.save(seconds)
 

@@ -38,7 +38,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
-        """By tag, of the prompts that the server has not computed, as far as is known."""
+        """By tag, the tokens of each prompt that the server has probably not computed."""
         self._total = 0
         self._since = 0.0
         """When the server began with the first of them."""
@@ -50,7 +50,7 @@ class Prompts:
         return tag in self._tokens
 
     def computed_at(self, token_seconds: float, but: float = 0) -> float:
-        """When the server has computed all of their tokens but so many; in the past if it has."""
+        """When the server has computed all tokens of the prompts except `but` of them; a time in the past if it already has."""
         return self._since + (self._total - but) * token_seconds
 
     def add(self, tag: int, tokens: int, now: float, token_seconds: float) -> None:
@@ -91,7 +91,7 @@ class EstimatedEngine(Engine):
         self._begins = self._may_end = 0.0
         """When the step in flight began, and when it may end if requests wait."""
         self._chunks: dict[int, int] = {}
-        """Its tokens of prompts that the other server had not computed when it began, by tag."""
+        """By tag, the tokens of prompts in this step that the other server had not computed when the step began."""
         self._prompts = Prompts()
         self._admitted: set[int] = set()
         """The sequences that have not ended and that the other server has got."""

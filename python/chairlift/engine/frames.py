@@ -94,8 +94,11 @@ class SetPriority(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Estimate(Frame):
-    """To an estimated engine: a step takes `step_us` microseconds and `token_ns` nanoseconds for each token of a prompt, there are so many
-    KV blocks, and requests that wait are passed on when the other server has at most `ahead` tokens of prompts still to compute."""
+    """To an estimated engine: the times of its steps and its number of KV blocks.
+
+    A step takes `step_us` microseconds, and `token_ns` nanoseconds for each token of a prompt. Requests that wait are passed on when the
+    other server has at most `ahead` tokens of prompts left to compute.
+    """
 
     step_us: int
     token_ns: int

@@ -41,7 +41,7 @@ class HeldState(Enum):
 
     IDLE = auto()
     COMPUTING = auto()
-    """Its last tokens are computed. Nothing is generated."""
+    """The engine computes the sequence's last tokens and generates none."""
     GENERATING = auto()
     DROPPED = auto()
 
@@ -175,7 +175,7 @@ class HeldSequence:
 
     @property
     def idle_token_seconds(self) -> float:
-        """Its tokens multiplied by the seconds for which it has held them without being computed or generated."""
+        """The sequence's tokens multiplied by the seconds for which it held them and did nothing."""
         self._count_idle_time()
         return self._idle_token_seconds
 

@@ -1,4 +1,4 @@
-"""What the process of an engine that has joined another machine's server knows beside what a child of the server does."""
+"""What the process of an engine that has joined another machine's server is given, beyond what a child of the server is given."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _unpack: Callable[[bytes], Any] = msgpack.loads
 
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
-    """The keys of its connection, of what it sends and of what it receives, and the files of its machine."""
+    """The keys of a joined engine's connection, one for what it sends and one for what it receives, and the files of its machine."""
 
     keys: tuple[bytes, bytes]
     files: MachineFiles
 
     def encode(self) -> bytes:
-        """For the process."""
+        """Returns the settings as `read_join_settings` reads them."""
         return _pack([*self.keys, self.files.settings])
 
     def seals(self) -> Seals:
@@ -35,7 +35,7 @@ class JoinSettings:
 
 
 def read_join_settings(file: BinaryIO) -> JoinSettings:
-    """Reads what `JoinSettings.encode` wrote. Raises EngineDead if that is not all there."""
+    """Reads what `JoinSettings.encode` wrote. Raises EngineDead if it is incomplete."""
     try:
         outgoing, incoming, settings = _unpack(file.read())
     except (ValueError, TypeError, msgpack.UnpackException):

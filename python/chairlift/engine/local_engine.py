@@ -301,7 +301,7 @@ class _Stream(Stream):
             self._wake_reader()
 
     async def _give_way(self) -> None:
-        """It takes all tokens at once, so only another thread's step can have left some."""
+        """Does nothing: a reader takes all tokens at once, so that only another thread's step can have left some."""
 
     def _wait(self) -> Awaitable[None]:
         return _pause(self)

@@ -37,11 +37,11 @@ class SameProcess(EngineProcess):
 
     @property
     def pid(self) -> None:
-        """There is no process beside the client's."""
+        """None: the engine runs in the client's process."""
 
     @property
     def stuck(self) -> None:
-        """It would not be asked."""
+        """None: an engine that is stuck blocks whoever would ask."""
 
     async def attach(self, client: Client) -> int:
         """Returns the number of a new engine, for `write`."""

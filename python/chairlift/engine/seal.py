@@ -1,7 +1,7 @@
 """Authenticates what two machines send each other after the handshake.
 
 Each direction has a key of its own. What is sent is followed by a tag: the first 16 bytes of the HMAC-SHA256 of its number in this
-direction and of itself. So nothing can be changed, repeated, left out, moved or turned back unnoticed. It can be read.
+direction and of itself. So a change, a repetition, an omission, another order or a reflection is noticed. Others can read what is sent.
 """
 
 from __future__ import annotations

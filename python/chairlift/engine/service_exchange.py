@@ -21,7 +21,7 @@ INTERVAL = 0.25
 class ServiceExchange:
     """Charges tenants in each process for their service in the others.
 
-    A process that ends loses what it was told, as it loses its tenants' accounts.
+    A process that ends loses these charges, as it loses its tenants' accounts.
     """
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ class Stats:
     expired: int = 0
     rejected_queue_full: int = 0
     energy_uj: int | None = None
-    """None without a meter, and so is `idle_energy_uj`."""
+    """This and `idle_energy_uj` are None without a meter."""
     idle_energy_uj: int | None = None
     tenants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     classes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)

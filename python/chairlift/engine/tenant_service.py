@@ -1,4 +1,4 @@
-"""Tenants' service, told between the engines of a process and to its parent, so that a tenant has one share of all engines.
+"""Reports tenants' service to the other engines of a process and to its parent, so that a tenant has one share of all engines.
 
 The schedulers charge each tenant for its service at the others: see `Scheduler.charge_external`.
 """
@@ -35,8 +35,8 @@ class TenantService:
         self._share(engines)
         for engine in engines:
             engine.charge_external(external)
-        told, self._for_parent = self._for_parent, Counter()
-        return dict(told or {})
+        service, self._for_parent = self._for_parent, Counter()
+        return dict(service or {})
 
     def _share(self, engines: list[Engine]) -> None:
         taken = [engine.take_service() for engine in engines]

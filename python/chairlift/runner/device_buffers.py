@@ -40,7 +40,7 @@ class DeviceBuffers:
         self.query_starts, self.context_lens, self.batch_slots = parts["query_starts"], parts["context_lens"], parts["batch_slots"]
         self.sample_at, self.sample_slots = parts["sample_at"], parts["sample_slots"]
         self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
-        """By batch slot; persists from step to step."""
+        """The KV blocks of the sequence in each batch slot, kept from step to step."""
         self._writes_at = layout.slices["table_writes"].start
         self._last_load = 0, 0
 

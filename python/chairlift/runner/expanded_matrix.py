@@ -83,7 +83,7 @@ def _mlx(read: Read, outs: int, ins: int) -> Floats:
 
 
 def _int8(scheme: QuantizationScheme, read: Read, has: Has, outs: int, ins: int) -> Floats:
-    """compressed-tensors' integers of 8 bits, as they are or plus 128 in words of four, with scales of the matrix, of rows or of groups."""
+    """Integers of 8 bits of compressed-tensors, stored plainly or plus 128 in words of four, with a scale per matrix, row or group."""
     if has("weight_zero_point"):
         raise UnsupportedModel("integers of 8 bits with zeros have no code of ours")
     if has("weight_packed"):

@@ -29,7 +29,7 @@ class Launched:
 
     buffer_index: int
     logits: Logits
-    """Of the positions to be sampled; `sample` may overwrite them."""
+    """The logits of the positions to be sampled, which `sample` may overwrite."""
     scored_prompts: list[tuple[PromptLogprobs, int]]
     """Prompts whose log-probabilities the step computes, each with the number of tokens."""
     prompt_lines: list[PendingResult]

@@ -71,7 +71,7 @@ class Admission:
             raise unavailable(message, "queue_full", self._predicted_wait())
 
     def _check_possible(self, tenant: Tenant, prompts: int, *, queued: bool) -> None:
-        """Raises ApiError 400 if so many prompts may not wait even alone."""
+        """Raises ApiError 400 for a request with more prompts than may ever wait."""
         limits = (tenant.max_queued, self._max_queued if queued else None)
         most = min((limit for limit in limits if limit is not None), default=prompts)
         if prompts > most:

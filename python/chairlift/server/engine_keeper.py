@@ -82,7 +82,7 @@ class EngineKeeper:
     def restart(self, seconds: float) -> None:
         """Begins to restart the engines one after the other, unless that is going on. Stops at one that does not become ready.
 
-        The requests of each engine get so many seconds to end. The rest go on in another engine. Where that cannot be, all may end.
+        The requests of each engine have `seconds` to end. The rest go on in another engine; where they cannot, they may all end here.
         """
         if self._keeping and (self._rolling is None or self._rolling.done()):
             self._rolling = self._start_task(self._restart_all(seconds))

@@ -120,7 +120,7 @@ class Generation:
     def _with_max_tokens(self, prompt: Sequence[int], params: SamplingParams, default: int | None, most: int, hint: str) -> SamplingParams:
         """Returns the parameters with the prompt's `max_tokens`; raises InvalidRequest.
 
-        At `most` so many have room in the response; `hint` names another way to get more.
+        The response has room for `most` tokens; `hint` names another way to get more.
         """
         resolved = self._model.engine.validate(prompt, params)
         if params.max_tokens is not None and params.max_tokens > most:
@@ -341,7 +341,7 @@ class _Progress:
     latencies: Latencies
     times: _TokenTimes
     usage_log: UsageLog | None
-    """None if there is none, or it has the prompt's record."""
+    """The log that still needs the prompt's record; None if there is no log, or it has the record."""
     refused: bool = False
     """Whether the engine took nothing of the prompt."""
     reason: str = "abort"

@@ -142,9 +142,9 @@ class LoadPolicy:
         model.used_at = now
 
     def loaded(self, name: str, now: float, seconds: float, num_bytes: int | None = None, shared_bytes: int = 0) -> None:
-        """Called when the model is ready, after `seconds`, and takes so many bytes; None if that is not known.
+        """Called when the model is ready, after `seconds`, and takes `num_bytes`; None if that is not known.
 
-        `shared_bytes` of them are not its own: all loaded models together have as many as one of them has at most.
+        `shared_bytes` of them are shared: all loaded models together take as many as the model with the most of them.
         """
         model = self._models[name]
         model.stage, model.used_at, model.load_seconds = Stage.LOADED, now, seconds

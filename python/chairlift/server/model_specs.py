@@ -129,7 +129,7 @@ def read_models(file: str, config: EngineConfig, server: ServerConfig) -> list[M
 
 
 def place_of(name: str, message: str, file: str) -> str:
-    """Where the file of `--models` has what `message` says of a model: at the key that it names, else at its path."""
+    """The place in the file of `--models` that a `message` on a model is about: the key that it names, else the model's path."""
     flag = f"--models {file}"
     tables, text = read_toml(flag, file)
     return _place(flag, text, name, _named_in(message, tables[name]) or "path")

@@ -46,7 +46,7 @@ async def large_event(data: Mapping[str, Any], *, typed: bool = False) -> bytes:
 
 
 class EventTemplate:
-    """Serializes events that differ only in one text: the JSON around the text is encoded once. Most events of a stream are such."""
+    """Serializes events that differ only in one text: the JSON around the text is encoded once. Most events are of this kind."""
 
     PLACEHOLDER = "\0"
     """Marks the positions of the text in the data of the template."""

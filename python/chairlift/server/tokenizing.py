@@ -50,7 +50,7 @@ class Tokenizing:
     def __init__(self) -> None:
         self._renderers = _Threads(MAX_PROCESSES, "render")
         self._long_texts = _Threads(1, "tokenize", NICE)
-        """One thread: a megabyte may take 300 MB while it is tokenized."""
+        """It has one thread, because a text of one megabyte may take 300 MB of memory while it is tokenized."""
 
     async def encode(
         self,

@@ -82,7 +82,7 @@ class Targets:
             raise InvalidSetting("targets are times above 0, and a percentile above 0 and at most 100")
 
     def workload_seconds(self, mean_output: float) -> float:
-        """The seconds of traffic to simulate, for requests with so many tokens of output on average."""
+        """The seconds of traffic to simulate, for requests with `mean_output` tokens of output on average."""
         return max(_MIN_SECONDS, 20 * self.ttft + 10 * self.itl * mean_output)
 
     def met(self, point: Point) -> bool:

@@ -31,7 +31,7 @@ DURATION = 3.5 * 3600
 WARM_UP = 1 / 7
 """The part of the time at the beginning that the figures leave out."""
 MEASURED_TURNS, MEASURED_SECONDS = 10, 60.0
-"""A session has a slowdown if at least so many of its requests were answered, in more than so many seconds."""
+"""A session has a slowdown if more than MEASURED_SECONDS passed in which at least MEASURED_TURNS of its requests were answered."""
 
 _SEEN = np.dtype([(name, "<i8") for name in ("session", "began", "ended", "turns", "alone", "longest_wait", "complete")])
 

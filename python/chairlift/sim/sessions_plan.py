@@ -52,9 +52,9 @@ class SessionsPlan:
     target: SessionsTarget
     agents: int
     low: int
-    """With steps slower by `error`."""
+    """The number with steps slower by `error`."""
     high: int
-    """With steps faster by it."""
+    """The number with steps faster by `error`."""
     sensitivity: dict[str, int]
     """The number of agents with twice the KV blocks, twice the slots, and (`compute`) with steps that take half as long."""
     points: list[dict[str, float | None]]

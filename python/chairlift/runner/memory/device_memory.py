@@ -20,11 +20,11 @@ class Memory(NamedTuple):
 
     total: int
     free: int
-    """Not allocated by any process."""
+    """Bytes that no process has allocated."""
     ours: int
     """Reserved by torch's allocator in this process."""
     tensors: int
-    """Of that, allocated to tensors."""
+    """The part of `ours` that is allocated to tensors."""
     peak: int
     """Peak of `tensors` since `DeviceMemory.watch`."""
 

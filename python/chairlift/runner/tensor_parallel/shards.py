@@ -64,7 +64,7 @@ def _narrowed(whole: Weight, axis: int, start: int, count: int) -> Weight:
     numbers, scale, zero, group, order = whole
     if axis == 1 and order is not None:
         order = _copied(order, 0, start, count)
-    # Numbers and scales in so many columns of the matrix.
+    # Columns of the matrix for each number and for each scale.
     each, columns = (1, 1) if axis == 0 else (1 if zero is None else 2, group)
     if axis == 1 and not group:
         return Quantised(_copied(numbers, 1, start // each, count // each), scale, zero, group)

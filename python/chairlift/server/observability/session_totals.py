@@ -25,11 +25,11 @@ class _Totals:
     cached_tokens: int = 0
     output_tokens: int = 0
     waited_s: float = 0.0
-    """In the engine, in all states of waiting."""
+    """Seconds that requests waited in the engine, in all states of waiting."""
     turn_wait_s: float = 0.0
-    """For the session's turn."""
+    """Seconds that requests waited for the session's turn."""
     compute_s: float = 0.0
-    """Its share of the steps' times, as in `Timeline.compute_seconds`."""
+    """The session's share of the steps' times, as in `Timeline.compute_seconds`."""
     missed_for: dict[str, int] = field(default_factory=dict)
     """Tokens that were computed again although the turn before had left them in the cache, by reason."""
     ended: float = 0.0
@@ -39,12 +39,12 @@ class _Totals:
 class SessionTotals:
     """The totals of a model's sessions.
 
-    The seconds leave out answers that a stop string or the client ended, whose timelines are not at hand.
+    Answers that a stop string or the client ended do not count towards the seconds, because their timelines are not at hand.
     """
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[tuple[str, str], _Totals] = OrderedDict()
-        """By tenant and name, the one with the latest request last."""
+        """Totals by tenant and name; the session with the latest request is last."""
         self._of_tenant: Counter[str] = Counter()
 
     def add(

@@ -241,7 +241,7 @@ class CompletionRequest(GenerationRequest):
         return bool(self.echo) and self.max_tokens == 0
 
     def token_limit(self) -> int | None:
-        """At least one token: the engine does not compute a prompt without generating."""
+        """Returns the limit for the engine: at least one token, because it does not compute a prompt without generating."""
         return 1 if self.prompt_only else self.max_tokens
 
     def num_logprobs(self) -> int | None:

@@ -74,7 +74,7 @@ def check_prompt_logprobs(prompts: list[list[int]], params: SamplingParams) -> N
 
 
 def max_tokens_with_logprobs(params: SamplingParams, prompts: int) -> int:
-    """Returns how many tokens each answer to so many prompts may have in a response that is not streamed."""
+    """Returns the most tokens that each answer may have in a response that is not streamed, for a number of `prompts`."""
     if params.logprobs is None:
         return sys.maxsize
     return max(1, MAX_LOGPROBS // (prompts * params.num_sequences * (params.logprobs + 1)))
