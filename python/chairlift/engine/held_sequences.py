@@ -314,24 +314,21 @@ class HeldSequence:
     def _forks(self, count: int) -> list[Self]:
         """Makes `count` idle copies, all or none. Raises InvalidRequest, TooManySequences and SequenceDropped."""
         integer("count", count, 1, 2**31 - 1)
-        with self._held.lock:
-            return self._copies(count)
-
-    def _copies(self, count: int) -> list[Self]:
-        self.check_room(count)
-        held, now = self._held, time.monotonic()
-        expires = now + self._lease
-        held.lease_until(expires)
-        if self._state is _IDLE:
-            self.expires = expires
-        forks = []
-        for _ in range(count):
-            fork = object.__new__(type(self))
-            fork.__dict__ = fields = self.__dict__.copy()  # a quarter of the time of copy.copy
-            fields["_state"], fields["_tag"], fields["on_drop"], fields["expires"] = _IDLE, None, None, expires
-            fields["_idle_since"], fields["_idle_token_seconds"] = now, 0.0
-            forks.append(fork)
-        held.send(ForkSequence(self.handle, held.enter(forks, self._scheduling.tenant)))
+        held, forks = self._held, []
+        with held.lock:
+            self.check_room(count)
+            now = time.monotonic()
+            expires = now + self._lease
+            held.lease_until(expires)
+            if self._state is _IDLE:
+                self.expires = expires
+            for _ in range(count):
+                fork = object.__new__(type(self))
+                fork.__dict__ = fields = self.__dict__.copy()  # a quarter of the time of copy.copy
+                fields["_state"], fields["_tag"], fields["on_drop"], fields["expires"] = _IDLE, None, None, expires
+                fields["_idle_since"], fields["_idle_token_seconds"] = now, 0.0
+                forks.append(fork)
+            held.send(ForkSequence(self.handle, held.enter(forks, self._scheduling.tenant)))
         return forks
 
     def _set_logprobs(self, logprobs: list[tuple[int, float]]) -> None:
