@@ -1,11 +1,11 @@
-"""GET /openapi.json: an OpenAPI 3.1 document, generated from the request models."""
+"""The operations of all APIs, and GET /openapi.json: an OpenAPI 3.1 document that is generated from them and their request models."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -63,15 +63,12 @@ def encoded(served: tuple[str, ...]) -> bytes:
     return to_json_bytes(document(served))
 
 
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
-
-
 class Operation(NamedTuple):
     """A method of a route: how it is served and described."""
 
     method: str
     path: str
-    handler: Handler
+    handler: Callable[[Request], Awaitable[Response]]
     summary: str
     answer: str = ""
     """The name of the response's schema; empty for a response that is not JSON."""
@@ -171,7 +168,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/version", status.version, "Version of chairlift", "Version"),
     Operation("GET", "/metrics", status.metrics, "Prometheus' text format"),
 )
-"""What the server's routes do, except the pages and this document."""
+"""All operations except the dashboard's and this document."""
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": REQUEST_ID}}
 _MALFORMED = {400: "Invalid request", 408: "Timeout while reading the body", 413: "Body too large", 415: "Body is not JSON"}
