@@ -167,7 +167,7 @@ class AccessMiddleware:
     def _check_origin(self, bound: str, headers: _Headers) -> None:
         """Raises ApiError 403 for requests that only a foreign web page would send."""
         hosts = [value.decode("latin-1").lower() for value in _header_values(headers, b"host")]
-        if not all(_is_local(_host_name(host), bound) for host in hosts):
+        if not all(name == bound.lower() or is_loopback(name) for name in map(_host_name, hosts)):
             message = f"this server has no API key, and so answers only to this machine's own names, not to {brief(hosts[0])}"
             raise ApiError(403, f"{message}: start it with --api-key", code="foreign_host")
         for origin in (value.decode("latin-1").lower() for value in _header_values(headers, b"origin")):
@@ -179,10 +179,6 @@ class AccessMiddleware:
 def _context(request_id: str, headers: _Headers, first_byte: float | None) -> RequestContext:
     trace = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
     return RequestContext(request_id, trace, time.monotonic() if first_byte is None else first_byte)
-
-
-def _is_local(host: str, bound: str) -> bool:
-    return host == bound.lower() or is_loopback(host)
 
 
 def _host_name(host: str) -> str:
