@@ -18,8 +18,7 @@ from chairlift.server.http.bodies import MAX_BODIES_BYTES, Bodies
 from chairlift.server.http.sockets import is_loopback
 from chairlift.server.keys import Keys
 from chairlift.server.middleware.access import PROBE_PATHS, AccessMiddleware, AccessPolicy
-from chairlift.server.routes.openai.openapi import OPERATIONS, openapi
-from chairlift.server.routes.ops.dashboard import dashboard, data
+from chairlift.server.routes.openai.openapi import OPERATIONS
 from chairlift.server.service import Service
 from chairlift.server.session_wait import HEADER as EXPECTED_WAIT
 
@@ -75,8 +74,7 @@ def application(service: Service, max_body_size: int, instead: Sequence[routing.
 
 def routes() -> list[Route]:
     """All routes, except those of the admin socket."""
-    pages = [Route("/openapi.json", openapi), Route("/dashboard", dashboard), Route("/dashboard/data", data)]
-    return [Route(operation.path, operation.handler, methods=[operation.method]) for operation in OPERATIONS] + pages
+    return [Route(operation.path, operation.handler, methods=[operation.method]) for operation in OPERATIONS]
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:

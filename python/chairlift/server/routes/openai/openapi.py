@@ -35,6 +35,7 @@ from chairlift.server.routes.openai.rerank import RerankRequest, rerank
 from chairlift.server.routes.openai.response_request import ResponsesRequest
 from chairlift.server.routes.openai.responses import input_tokens, responses
 from chairlift.server.routes.ops import status
+from chairlift.server.routes.ops.dashboard import dashboard, data
 from chairlift.server.routes.ops.explain import explain
 from chairlift.server.routes.sequences import (
     SequenceAppendRequest,
@@ -69,7 +70,8 @@ class Operation(NamedTuple):
     method: str
     path: str
     handler: Callable[[Request], Awaitable[Response]]
-    summary: str
+    summary: str = ""
+    """Empty for a page, which the document leaves out."""
     answer: str = ""
     """The name of the response's schema; empty for a response that is not JSON."""
     request: type[BaseModel] | dict[str, Any] | None = None
@@ -158,6 +160,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", "/tokenize", tokenize, "Tokens of a text or a conversation", "Tokens", TokenizeRequest),
     Operation("POST", "/detokenize", detokenize, "Text of tokens", "Text", DetokenizeRequest),
     Operation("GET", "/tokenizer_info", tokenizer_info, "Control tokens and the chat template", "TokenizerInfo"),
+    Operation("GET", "/openapi.json", openapi),
     Operation("GET", "/v1/requests/{name:path}/explain", explain, "Where a request's time went", "Explanation"),
     Operation("GET", "/v1/models", models, "Served models", "Models"),
     Operation("GET", "/v1/models/{name:path}", model, "Served model, by name", "Model"),
@@ -167,8 +170,10 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/ping", status.health, "As /health", "Status"),
     Operation("GET", "/version", status.version, "Version of chairlift", "Version"),
     Operation("GET", "/metrics", status.metrics, "Prometheus' text format"),
+    Operation("GET", "/dashboard", dashboard),
+    Operation("GET", "/dashboard/data", data),
 )
-"""All operations except the dashboard's and this document."""
+"""All operations, except those of the admin socket."""
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": REQUEST_ID}}
 _MALFORMED = {400: "Invalid request", 408: "Timeout while reading the body", 413: "Body too large", 415: "Body is not JSON"}
@@ -183,7 +188,8 @@ def document(served: tuple[str, ...]) -> dict[str, Any]:
     _, schemas = models_json_schema([(model, "validation") for model in requests], ref_template=template)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.described_path, {})[operation.method.lower()] = _described(operation, served)
+        if operation.summary:
+            paths.setdefault(operation.described_path, {})[operation.method.lower()] = _described(operation, served)
     return {
         "openapi": "3.1.0",
         "info": {"title": "chairlift", "version": chairlift.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
