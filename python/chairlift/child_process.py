@@ -22,8 +22,8 @@ def start_python(*arguments: str, environment: Mapping[str, str] | None = None, 
     # The child could ignore them only after it has imported.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        return subprocess.Popen(
-            [sys.executable, "-P", *arguments], env={**os.environ, "PYTHONPATH": path, **(environment or {})}, **settings
-        )
+        # When numpy is imported, OpenBLAS's threads otherwise keep all other cores for some 20 ms each, and they are not used.
+        variables = {"OPENBLAS_THREAD_TIMEOUT": "4", **os.environ, "PYTHONPATH": path, **(environment or {})}
+        return subprocess.Popen([sys.executable, "-P", *arguments], env=variables, **settings)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -90,6 +90,14 @@ def child(**options):
         it.socket.close()
 
 
+def test_the_threads_of_numpy_sleep_in_a_child_unless_the_user_says_otherwise(monkeypatch):
+    code = "import os; print(os.environ['OPENBLAS_THREAD_TIMEOUT'], end='')"
+    monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
+    assert start_python("-S", "-c", code, stdout=subprocess.PIPE, text=True).communicate()[0] == "4"
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "9")
+    assert start_python("-S", "-c", code, stdout=subprocess.PIPE, text=True).communicate()[0] == "9"
+
+
 def test_it_reports_phases_then_limits_then_counters(monkeypatch):
     counting_engine.install_engine(monkeypatch.setattr)
     twin = CountingEngine(EngineConfig(model="/m"))
