@@ -39,12 +39,12 @@ class BadFrame(ChairliftError):
     """The socket's data is not a frame: the two ends have different versions, or one is broken."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Frame:
     """What client and engine send each other; each kind is a subclass."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load(Frame):
     """To the process: begin an engine of this number. `settings` are the fields of `EngineConfig`; the model is a local directory.
 
@@ -60,12 +60,12 @@ class Load(Frame):
     hash_key: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Unload(Frame):
     """To the engine: end, and free the memory. The reply is `Unloaded`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Add(Frame):
     """To the engine: `EngineRequest.pack` of a request with this tag."""
 
@@ -73,7 +73,7 @@ class Add(Frame):
     request: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Abort(Frame):
     """To the engine: end these sequences. Unknown tags are ignored, because sequences may have just ended.
 
@@ -84,7 +84,7 @@ class Abort(Frame):
     stopped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SetPriority(Frame):
     """To the engine: move a sequence to another class. An unknown tag is ignored."""
 
@@ -92,7 +92,7 @@ class SetPriority(Frame):
     priority: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Estimate(Frame):
     """To an estimated engine: the times of its steps and its number of KV blocks.
 
@@ -106,19 +106,19 @@ class Estimate(Frame):
     ahead: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answering(Frame):
     """To an estimated engine: the other server has begun to answer this sequence. An unknown tag is ignored."""
 
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServerRestarted(Frame):
     """To an estimated engine: the other server has restarted, and its cache is empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForkSequence(Frame):
     """To the engine: open held sequences with the handles `forks`, which share the KV of `handle`. An unknown handle is ignored."""
 
@@ -126,14 +126,14 @@ class ForkSequence(Frame):
     forks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DropSequence(Frame):
     """To the engine: drop a held sequence. An unknown handle is ignored."""
 
     handle: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NoteSession(Frame):
     """To the engine: a tenant's session `awaits_user` or has `ended`. An unknown session is ignored."""
 
@@ -142,7 +142,7 @@ class NoteSession(Frame):
     event: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadAdapter(Frame):
     """To the engine: load the LoRA adapter in the directory `path` under a name. `ask` identifies the reply."""
 
@@ -151,7 +151,7 @@ class LoadAdapter(Frame):
     path: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UnloadAdapter(Frame):
     """To the engine: unload an adapter. `ask` identifies the reply."""
 
@@ -159,7 +159,7 @@ class UnloadAdapter(Frame):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Explain(Frame):
     """To the engine: a request for the timelines of these sequences. `ask` identifies the reply."""
 
@@ -167,14 +167,14 @@ class Explain(Frame):
     tags: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SnapshotRequest(Frame):
     """To the engine: a request for a snapshot. `ask` identifies the reply."""
 
     ask: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShareService(Frame):
     """To the process: charge tenants for their service in other processes, in microseconds as `Scheduler.take_service` gives it.
 
@@ -184,17 +184,17 @@ class ShareService(Frame):
     external: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pulse(Frame):
     """To the process of another machine once a second. It shows there that no frame before it is missing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stop(Frame):
     """To the process: exit after the current step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Phase(Frame):
     """From the engine while it starts: a finished phase and its duration."""
 
@@ -202,7 +202,7 @@ class Phase(Frame):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ready(Frame):
     """From the engine, once: it takes requests.
 
@@ -214,7 +214,7 @@ class Ready(Frame):
     sentinels: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutputs(Frame):
     """From the engine after each step: the tokens of all requests, and changed counters.
 
@@ -251,7 +251,7 @@ class StepOutputs(Frame):
         return not any(getattr(self, item) for item in _SHAPES[StepOutputs][1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rejected(Frame):
     """From the engine: a rejected request. `error` is the name of a class in `chairlift.errors`, the other fields are its attributes."""
 
@@ -263,7 +263,7 @@ class Rejected(Frame):
     retry_after: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Explained(Frame):
     """From the engine: the timelines of the requested sequences that it remembers."""
 
@@ -271,7 +271,7 @@ class Explained(Frame):
     timelines: list[_core.Timeline]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdapterChanged(Frame):
     """From the engine: an adapter was loaded or unloaded, or `error` is the class in `chairlift.errors` that says why not.
 
@@ -285,7 +285,7 @@ class AdapterChanged(Frame):
     digest: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Alive(Frame):
     """From the process once a second, even during a step. If it is stuck, `stage` and `seconds` say where and for how long."""
 
@@ -293,7 +293,7 @@ class Alive(Frame):
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Snapshot(Frame):
     """From the engine: the result of `Engine.snapshot`."""
 
@@ -301,24 +301,24 @@ class Snapshot(Frame):
     snapshot: EngineSnapshot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServiceShared(Frame):
     """From the process: the service of each tenant at all its engines since the last `ShareService`; nothing after the first."""
 
     service: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Leaving(Frame):
     """From the process: its machine ends it. It waits for its requests to end or to be moved, and then for `Stop`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Unloaded(Frame):
     """From the engine, last: it has ended, and its memory is free."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failed(Frame):
     """From the engine, last: it could not be loaded, or a step failed. Others in the process go on. `error` names an exception class."""
 
@@ -326,7 +326,7 @@ class Failed(Frame):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fatal(Frame):
     """From the process, last: the reason for its exit. `error` is the name of an exception class."""
 
