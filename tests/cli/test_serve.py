@@ -10,7 +10,7 @@ import pytest
 from chairlift.cli import idle_flags, serve
 from chairlift.cli.main import main
 from chairlift.config import EngineConfig
-from chairlift.engine.engine_process import EngineProcess
+from chairlift.engine.spawned_process import SpawnedProcess
 from chairlift.errors import InvalidSetting
 from chairlift.runner import cuda
 from chairlift.server.config import ServerConfig
@@ -20,13 +20,12 @@ START = """
 import os, subprocess, sys
 
 def start(*_, **__):
-    late = "chairlift.engine.client", "chairlift.tokenizer", "chairlift.server.supervisor", "starlette", "uvicorn"
+    late = "asyncio ssl msgpack chairlift.engine.client chairlift.tokenizer chairlift.server.supervisor starlette uvicorn".split()
     print([name for name in late if name in sys.modules], flush=True)
     os._exit(0)
 
 subprocess.Popen.__init__ = start
 from chairlift.cli.main import main
-from chairlift.engine.engine_process import EngineProcess
 main(["serve", "--port", "0", "--device", "cpu"])
 """
 
@@ -39,7 +38,7 @@ def test_the_engines_process_starts_before_the_server_imports_its_own_modules():
 def test_what_the_settings_name_is_checked_before_anything_is_started(tmp_path, capsys, monkeypatch):
     (file := tmp_path / "file").write_text("{{ no directory")
     started = []
-    monkeypatch.setattr(EngineProcess, "start_early", started.append)
+    monkeypatch.setattr(SpawnedProcess, "start", lambda *settings: started.append(settings))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # neither torch nor OpenTelemetry is installed
     monkeypatch.setattr(cuda, "has_cuda_driver", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import logging
 import os
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.secret import Secret
+    from chairlift.engine.spawned_process import Spawned
     from chairlift.server.model_specs import ModelSpec
     from chairlift.server.supervisor import Supervisor
 
@@ -96,7 +96,11 @@ def run(args: argparse.Namespace) -> int:
         listener = sockets.enter_context(access.listen(server, "this server"))
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
         joining = _Joining.open(server, sockets)
-        return asyncio.run(_serve(specs, server, access, listener, admin, joining, shadow, args.started))
+        spawned = _spawn(specs, server)
+        # This and all else is imported while the engine's process imports.
+        import asyncio
+
+        return asyncio.run(_serve(specs, server, access, listener, admin, joining, shadow, args.started, spawned))
 
 
 def _specs(args: argparse.Namespace, engine: EngineConfig) -> list[ModelSpec]:
@@ -132,8 +136,19 @@ def _located(spec: ModelSpec, file: str | None) -> Iterator[None]:
         raise InvalidSetting(f"{place_of(spec.name, str(error), file)}: {error}") from None
 
 
-def _engine_processes(specs: list[ModelSpec], server: ServerConfig) -> list[EngineProcess]:
-    """Returns the processes of the engines. That of an only model on this machine begins to start."""
+def _spawn(specs: list[ModelSpec], server: ServerConfig) -> Spawned | None:
+    """Starts the process for the first engine of an only model on this machine; it imports meanwhile. None for other engines."""
+    if len(specs) > 1 or server.ray_address is not None:
+        return None
+    from chairlift.engine.local_processes import environments
+    from chairlift.engine.spawned_process import SpawnedProcess
+
+    config = specs[0].config
+    return SpawnedProcess.start(config.load_format, environments(config, server.replicas)[0])
+
+
+def _engine_processes(specs: list[ModelSpec], server: ServerConfig, spawned: Spawned | None) -> list[EngineProcess]:
+    """Returns the processes of the engines, of which the first may be `spawned`."""
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.engine.local_processes import local_processes
 
@@ -142,8 +157,8 @@ def _engine_processes(specs: list[ModelSpec], server: ServerConfig) -> list[Engi
     if server.ray_address is not None:
         return [EngineProcess(loading.load_format, exclusive=True, awaits_join=True)]
     processes = local_processes(loading, server.replicas, exclusive=len(specs) == 1)
-    if len(specs) == 1:
-        processes[0].start_early()
+    if spawned is not None:
+        processes[0].start_early(spawned)
     return processes
 
 
@@ -226,7 +241,10 @@ async def _serve(
     joining: _Joining | None,
     shadow: list[str],
     started: float,
+    spawned: Spawned | None,
 ) -> int:
+    import asyncio
+
     from chairlift.engine.local_processes import share_cores
     from chairlift.server.work import WorkThreads
 
@@ -234,8 +252,7 @@ async def _serve(
     gc.disable()  # until everything is imported: what is imported lasts
     # Each text is tokenized on one thread, whose priority may be low: that of the package's own threads is not.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    processes = _engine_processes(specs, server)
-    # Everything else is imported while the engine's process imports.
+    processes = _engine_processes(specs, server, spawned)
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.service_exchange import exchanging
 

@@ -30,7 +30,7 @@ from chairlift.engine.frames import (
     Unloaded,
 )
 from chairlift.engine.heartbeat import Heartbeat
-from chairlift.engine.spawned_process import SpawnedProcess
+from chairlift.engine.spawned_process import COMMAND, Spawned, SpawnedProcess
 from chairlift.errors import ChairliftError, EngineClosed, EngineDead
 from chairlift.sampling import MAX_SEQUENCES
 
@@ -65,7 +65,7 @@ class EngineProcess:
     has joined from another machine does not start again. One that awaits such processes takes the next one each time.
     """
 
-    command: ClassVar[tuple[str, ...]] = ("-m", "chairlift.engine.process")
+    command: ClassVar[tuple[str, ...]] = COMMAND
     """Arguments of Python that run the child process."""
 
     def __init__(
@@ -114,9 +114,12 @@ class EngineProcess:
         """See `Heartbeat.stuck`."""
         return self._heartbeat.stuck
 
-    def start_early(self) -> None:
-        """Starts the child in the event loop's thread, before there is an engine for it, so that it imports meanwhile."""
-        self._socket = self._start()
+    def start_early(self, spawned: Spawned | None = None) -> None:
+        """Starts the child in the event loop's thread, before there is an engine for it, so that it imports meanwhile.
+
+        `spawned` is one that this thread has started already.
+        """
+        self._socket = self._start(spawned)
 
     async def attach(self, client: Client) -> int:
         """Starts the process unless it runs. Returns the number of a new engine, for `write`."""
@@ -235,8 +238,8 @@ class EngineProcess:
         self._clients[number] = client
         return number
 
-    def _start(self) -> socket.socket:
-        """Starts the child, or takes the process that has joined. Returns this end of the socket.
+    def _start(self, spawned: Spawned | None = None) -> socket.socket:
+        """Starts the child unless it is `spawned`, or takes the process that has joined. Returns this end of the socket.
 
         Must be called in the event loop's thread: the child is killed when the thread that started it ends.
         """
@@ -247,8 +250,7 @@ class EngineProcess:
             parent_end = self.joined.connect()
             process: SpawnedProcess | JoinedProcess = self.joined
         else:
-            parent_end, child_end = socket.socketpair()
-            process = SpawnedProcess(self.command, self.load_format, child_end, self._environment)
+            process, parent_end = spawned or SpawnedProcess.start(self.load_format, self._environment, self.command)
         self._process = process
         self._heartbeat = Heartbeat(self.kill, process.why_hopeless)
         self._exit_watch = ExitWatch(asyncio.get_running_loop(), self._process_exits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import msgpack
 
@@ -12,8 +12,6 @@ from chairlift.engine.machine_files import MachineFiles
 from chairlift.engine.seal import Seal, Seals
 from chairlift.errors import EngineDead
 
-JOINED = "joined"
-"""The argument of a process that reads its `JoinSettings` from its standard input."""
 _pack: Callable[[object], bytes] = msgpack.dumps
 _unpack: Callable[[bytes], Any] = msgpack.loads
 
@@ -24,6 +22,8 @@ class JoinSettings:
 
     keys: tuple[bytes, bytes]
     files: MachineFiles
+    argument: ClassVar[str] = "joined"
+    """The argument of a process that reads its `JoinSettings` from its standard input."""
 
     def encode(self) -> bytes:
         """Returns the settings as `read_join_settings` reads them."""

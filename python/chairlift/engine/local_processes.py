@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chairlift.config import EngineConfig
-from chairlift.engine.engine_process import EngineProcess
 from chairlift.errors import InvalidSetting
 from chairlift.machine import usable_cores
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine_process import EngineProcess
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Has a directory for each NVIDIA device, where the driver is loaded."""
 
 
 def local_processes(config: EngineConfig, count: int, *, exclusive: bool) -> list[EngineProcess]:
-    """Makes `count` processes for engines with these settings; `exclusive` if each runs one engine.
+    """Makes `count` processes for engines with these settings; `exclusive` if each runs one engine. Raises as `environments`."""
+    from chairlift.engine.engine_process import EngineProcess  # imports asyncio
+
+    return [EngineProcess(config.load_format, exclusive=exclusive, environment=one) for one in environments(config, count)]
+
+
+def environments(config: EngineConfig, count: int) -> list[dict[str, str]]:
+    """Returns the variables of `count` processes for engines with these settings, beside those of this process.
 
     Raises InvalidSetting if there are CUDA devices, but fewer than needed.
     """
@@ -25,9 +35,9 @@ def local_processes(config: EngineConfig, count: int, *, exclusive: bool) -> lis
     if count > 1 and devices and len(devices) < count * each:
         raise InvalidSetting(f"--replicas {count} needs {count * each} CUDA devices and there are {len(devices)} (or use --device cpu)")
     if count == 1 or not devices:
-        return [EngineProcess(config.load_format, exclusive=exclusive) for _ in range(count)]
+        return [{} for _ in range(count)]
     parts = [",".join(devices[number * each : (number + 1) * each]) for number in range(count)]
-    return [EngineProcess(config.load_format, exclusive=exclusive, environment={"CUDA_VISIBLE_DEVICES": part}) for part in parts]
+    return [{"CUDA_VISIBLE_DEVICES": part} for part in parts]
 
 
 def share_cores(config: EngineConfig, count: int) -> EngineConfig:

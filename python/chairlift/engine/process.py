@@ -22,7 +22,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from chairlift.engine.frames import Fatal, Leaving, Phase
-from chairlift.engine.join_settings import JOINED, JoinSettings, read_join_settings
+from chairlift.engine.join_settings import JoinSettings, read_join_settings
 from chairlift.engine.parent import Parent
 from chairlift.engine.process_signals import LEAVE, end_with_parent
 from chairlift.engine.step_loop import EngineMaker, Inbox, StepLoop
@@ -37,8 +37,8 @@ MIN_LOCATE_SECONDS = 0.005
 
 def more_arguments(arguments: list[str]) -> tuple[int | None, JoinSettings | None]:
     """The last arguments of `main`, from those of the command line. Raises EngineDead if the process that joined has ended."""
-    joined = read_join_settings(sys.stdin.buffer) if JOINED in arguments else None
-    return next((int(one) for one in arguments if one != JOINED), None), joined
+    joined = read_join_settings(sys.stdin.buffer) if JoinSettings.argument in arguments else None
+    return next((int(one) for one in arguments if one != JoinSettings.argument), None), joined
 
 
 def load(load_format: str = "auto") -> EngineMaker:

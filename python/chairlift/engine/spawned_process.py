@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import subprocess
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from chairlift.child_process import start_python
-from chairlift.engine.join_settings import JOINED, JoinSettings
 from chairlift.engine.process_signals import LEAVE
 from chairlift.machine import file_text
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from chairlift.engine.join_settings import JoinSettings
+
+COMMAND = ("-m", "chairlift.engine.process")
+"""Arguments of Python that run the child process."""
 
 EXIT_SECONDS = 1.0
 """Most seconds between the end of a process's socket and its exit."""
@@ -38,7 +45,7 @@ class SpawnedProcess:
         `joined`, through its standard input, because other users see arguments and the environment.
         """
         gauge = [] if saturation is None else [saturation]
-        argument = [] if joined is None else [JOINED]
+        argument = [] if joined is None else [joined.argument]
         with child_end:
             self._process = start_python(
                 *(*command, str(child_end.fileno()), load_format, *argument, *map(str, gauge)),
@@ -46,9 +53,19 @@ class SpawnedProcess:
                 stdin=subprocess.DEVNULL if joined is None else subprocess.PIPE,
                 pass_fds=[child_end.fileno(), *gauge],
             )
-        if joined is not None and (stdin := self._process.stdin) is not None:
-            with contextlib.suppress(BrokenPipeError), stdin:  # it has ended, as `wait` will say
-                stdin.write(joined.encode())
+        if joined is not None:
+            self._tell(joined)
+
+    @classmethod
+    def start(cls, load_format: str, environment: Mapping[str, str], command: tuple[str, ...] = COMMAND) -> Spawned:
+        """Starts Python. Returns the process with this end of its socket."""
+        parent_end, child_end = socket.socketpair()
+        return cls(command, load_format, child_end, environment), parent_end
+
+    def _tell(self, joined: JoinSettings) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as file:  # it has ended, as `wait` will say
+            file.write(joined.encode())
 
     @property
     def pid(self) -> int:
@@ -70,6 +87,8 @@ class SpawnedProcess:
 
     async def wait(self, reading: asyncio.Task[None] | None, seconds: float) -> bool:
         """Waits for its exit. Returns whether that came in time."""
+        import asyncio  # the server starts its first child without it
+
         try:
             await asyncio.to_thread(self._process.wait, seconds)
         except subprocess.TimeoutExpired:
@@ -84,6 +103,10 @@ class SpawnedProcess:
         """The reason for its end, after its socket has closed."""
         await self.wait(None, EXIT_SECONDS)
         return f"the engine's process ended unexpectedly ({exit_words(self._process.returncode)})"
+
+
+Spawned = tuple[SpawnedProcess, socket.socket]
+"""A child process with this end of its socket."""
 
 
 def exit_words(code: int | None) -> str:

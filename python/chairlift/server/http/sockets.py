@@ -7,7 +7,6 @@ import errno
 import ipaddress
 import os
 import socket
-import ssl
 import stat
 import sys
 from collections.abc import Iterator
@@ -105,6 +104,8 @@ def _remove_stale_socket(path: str) -> None:
 
 def check_certificate(certfile: str, keyfile: str | None) -> None:
     """Raises InvalidSetting unless these are a certificate and its private key."""
+    import ssl  # not before the engine's process has started
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certfile, keyfile, password=lambda: "")  # without this, OpenSSL prompts on the terminal
