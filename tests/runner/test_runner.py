@@ -331,11 +331,13 @@ def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_pat
     assert 1 < one.std() < 20
 
 
-def test_phases_are_told_and_the_buffers_are_left_clean(tmp_path):
+def test_phases_are_told_and_the_buffers_are_left_clean_after_one_step(tmp_path, monkeypatch):
     write("llama", tmp_path)
-    phases = []
-    runner = build_runner(EngineConfig(num_kv_blocks=10), tmp_path, lambda name, seconds: phases.append((name, seconds)))
+    phases, steps, run = [], [], ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda self, *sizes: steps.append(sizes[0]) or run(self, *sizes))
+    runner = build_runner(EngineConfig(num_kv_blocks=10, device="cpu"), tmp_path, lambda name, seconds: phases.append((name, seconds)))
     assert [name for name, _ in phases] == ["weights", "kv cache", "warm-up"]
+    assert steps == [1]
     assert all(not array.any() for array in runner.buffers[0].arrays().values())
     assert runner.buffers[0].block_tables.shape == (64, 9)
 

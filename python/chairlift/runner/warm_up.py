@@ -11,8 +11,6 @@ from chairlift.sampling import SamplingParams
 
 SPLIT_CONTEXT = 1024
 """Tokens of a context that attention on a GPU reads in several splits."""
-UNCOMPILED = 8
-"""Tokens of the first step where no kernels are compiled. A step of a large model takes seconds on a CPU."""
 ROWS = (32, 64, 65, 129)
 """Tokens of steps for which products with quantised weights have other kernels than for up to 16."""
 EXPERT_ROWS = (16, 32, 64, 256)
@@ -43,13 +41,14 @@ def profile(runner: ModelRunner) -> None:
 def warm_up(runner: ModelRunner, expert_counts: tuple[int, int] = (0, 0)) -> None:
     """Runs prefill and decode steps in scratch block 0, so that requests do not wait for one-time initialisation.
 
+    Where no kernels are compiled, a step of one token shows that the model runs: those of a large model take seconds on a CPU.
     `expert_counts` are the number of experts of a layer, and of those that a token uses.
     """
     buffers = runner.buffers[0]
-    wanted = runner.block_size if runner.compiles_kernels else min(runner.block_size, UNCOMPILED)
-    longest = min(wanted, len(buffers.input_ids), runner.max_model_len)
-    cases = [(longest, longest, SamplingParams()), (1, 1, SamplingParams(temperature=0.0))]
+    cases = [(1, 1, SamplingParams(temperature=0.0))]
     if runner.compiles_kernels:
+        longest = min(runner.block_size, len(buffers.input_ids), runner.max_model_len)
+        cases.insert(0, (longest, longest, SamplingParams()))
         most = min(len(buffers.input_ids), runner.max_model_len)
         experts, used = expert_counts
         lengths = {*ROWS, *(-(-experts * mean // used) for mean in EXPERT_ROWS if used)}
