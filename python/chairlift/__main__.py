@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -14,7 +15,11 @@ def main() -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # what is imported lasts, and need not be examined
     from chairlift.cli.main import main as run
+
+    gc.freeze()
+    gc.enable()
 
     try:
         return run()
