@@ -92,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
     shadow = _shadow_command(specs, server)
     if idle := idle_flags.find(args.engine, server, [spec.config for spec in specs]):
         log.warning("these settings have no effect: %s", "; ".join(idle))
+    # Each text is tokenized on one thread, whose priority may be low: that of the package's own threads is not.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Pydantic would read the metadata of all installed packages for plugins.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     with ExitStack() as sockets:
         listener = sockets.enter_context(access.listen(server, "this server"))
         admin = None if server.admin_socket is None else sockets.enter_context(open_path(server.admin_socket, 0o600))
@@ -250,8 +254,6 @@ async def _serve(
 
     asyncio.get_running_loop().set_default_executor(WorkThreads(thread_name_prefix="asyncio"))
     gc.disable()  # until everything is imported: what is imported lasts
-    # Each text is tokenized on one thread, whose priority may be low: that of the package's own threads is not.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     processes = _engine_processes(specs, server, spawned)
     from chairlift.engine.replicated_engine import ReplicatedEngine
     from chairlift.engine.service_exchange import exchanging
