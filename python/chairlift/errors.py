@@ -6,7 +6,6 @@ import json
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -202,5 +201,7 @@ def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.75) -> s
 
     The default is the similarity of two words of four letters that differ in a swap.
     """
+    from difflib import get_close_matches  # only an error needs it
+
     near = get_close_matches(name, list(known), 1, similarity)
     return f": did you mean {near[0]}?" if near else ""

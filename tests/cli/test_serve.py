@@ -21,7 +21,8 @@ START = """
 import os, subprocess, sys
 
 def start(*_, **__):
-    late = "asyncio ssl msgpack chairlift.engine.client chairlift.tokenizer chairlift.server.supervisor starlette uvicorn".split()
+    late = "asyncio ssl ctypes difflib msgpack tempfile tomllib starlette uvicorn".split()
+    late += "chairlift.engine.client chairlift.tokenizer chairlift.server.supervisor".split()
     print([name for name in late if name in sys.modules], os.environ["PYDANTIC_DISABLE_PLUGINS"], flush=True)
     os._exit(0)
 

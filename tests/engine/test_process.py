@@ -90,6 +90,14 @@ def child(**options):
         it.socket.close()
 
 
+def test_the_process_does_not_import_what_only_some_engines_need():
+    code = (
+        "import sys; from chairlift.engine.process import load; load('none'); "
+        "print([name for name in 'asyncio difflib fractions pydantic statistics subprocess torch'.split() if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout == "[]\n"
+
+
 def test_the_threads_of_numpy_sleep_in_a_child_unless_the_user_says_otherwise(monkeypatch):
     code = "import os; print(os.environ['OPENBLAS_THREAD_TIMEOUT'], end='')"
     monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)

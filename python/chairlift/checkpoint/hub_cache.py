@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -49,6 +48,8 @@ class Repository:
 
     def set_commit(self, revision: str, commit: str) -> None:
         """Remembers the commit of a revision, of which all chosen files are here."""
+        import tempfile  # only a download needs it
+
         path = self.path / "refs" / revision
         if is_commit(revision) or self.commit(revision) == commit:
             return

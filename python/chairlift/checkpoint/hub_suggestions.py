@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -51,6 +50,8 @@ def suggestions(name: str) -> list[str]:
 
 def _close(asked: str, known: Iterable[str]) -> list[str]:
     """Returns the names that begin like the one asked for, maybe with a mistake."""
+    from difflib import get_close_matches  # not before it is needed
+
     heads = {key[: len(asked)]: key for key in reversed(list(known))}
     return [heads[head] for head in get_close_matches(asked, heads, MOST, 0.8)]
 

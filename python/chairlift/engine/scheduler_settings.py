@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,19 @@ class _Conversion:
         return self.flag.removesuffix("_ms")
 
 
+def _fraction(numerator: int, denominator: int) -> Fraction:
+    from fractions import Fraction  # only a journal needs it
+
+    return Fraction(numerator, denominator)
+
+
 def _microseconds(milliseconds: float | Fraction | None, blocks: int) -> int | None:
     return None if milliseconds is None else int(milliseconds * 1000)
 
 
 def _milliseconds(microseconds: int | None, blocks: int) -> Fraction | None:
     # Fractions convert back to the same integers.
-    return None if microseconds is None else Fraction(microseconds, 1000)
+    return None if microseconds is None else _fraction(microseconds, 1000)
 
 
 _CONVERSIONS = (
@@ -42,7 +50,7 @@ _CONVERSIONS = (
     _Conversion(
         "watermark",
         encode=lambda share, blocks: int(share * (blocks - 1)),
-        decode=lambda watermark, blocks: Fraction(watermark, blocks - 1),
+        decode=lambda watermark, blocks: _fraction(watermark, blocks - 1),
     ),
     _Conversion("kv_reservation"),
     _Conversion("scheduling_policy"),
@@ -60,7 +68,7 @@ _CONVERSIONS = (
     _Conversion(
         "background_slowdown",
         encode=lambda times, blocks: round(times * 100),
-        decode=lambda hundredths, blocks: Fraction(hundredths, 100),
+        decode=lambda hundredths, blocks: _fraction(hundredths, 100),
     ),
     _Conversion("gather_ms", _microseconds, _milliseconds),
     _Conversion("session_turns"),

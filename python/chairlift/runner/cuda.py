@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from importlib import util
 from pathlib import Path
@@ -31,6 +30,8 @@ class NoDevice(NamedTuple):
 
 def has_cuda_driver() -> bool:
     """Whether the CUDA driver is installed."""
+    import ctypes  # a server on a CPU does not need it
+
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -98,6 +99,8 @@ def _why_torch_sees_none() -> str:
 
 def driver_cuda() -> tuple[int, int] | None:
     """The newest version of CUDA that the driver supports; None if it does not say."""
+    import ctypes
+
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):

@@ -7,7 +7,6 @@ import hmac
 import logging
 import re
 import stat
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,6 +189,8 @@ def _split_keys(text: str) -> Iterator[tuple[str, str]]:
 
 def _file_keys(file: str) -> list[tuple[str, str, Tenant]]:
     """Reads (location, key, tenant) entries from a key file."""
+    import tomllib  # only a file needs it
+
     flag = f"--api-key-file {file}"
     try:
         tables = tomllib.loads(read_text(flag, file))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ def read_text(flag: str, file: str) -> str:
 
 def read_toml(flag: str, file: str) -> tuple[dict[str, Any], str]:
     """Returns the tables of a file and its text, for `line_of`. Raises InvalidSetting that begins with `flag`."""
+    import tomllib  # only a file needs it
+
     text = read_text(flag, file)
     try:
         return tomllib.loads(text), text
