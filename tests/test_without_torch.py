@@ -146,8 +146,11 @@ def test_heavy_packages_are_not_imported_where_they_are_installed(statement: str
     assert done.returncode == 0, done.stderr
 
 
-def test_a_servers_own_process_imports_no_numpy() -> None:
-    statement = "import sys, chairlift.cli.serve, chairlift.engine.client, chairlift.server.supervisor; assert 'numpy' not in sys.modules"
+def test_a_servers_own_process_imports_neither_numpy_nor_the_architectures() -> None:
+    statement = (
+        "import sys, chairlift.cli.serve, chairlift.engine.client, chairlift.server.supervisor\n"
+        "assert not {'numpy', 'chairlift.architectures'} & sys.modules.keys()"
+    )
     path = os.pathsep.join(filter(None, sys.path))
     subprocess.run([sys.executable, "-c", statement], env=os.environ | {"PYTHONPATH": path}, check=True)
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chairlift.architectures.reranker import is_reranker
-
 _TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -23,6 +21,8 @@ def pair_template(directory: Path, architectures: Iterable[str], tokenizer_confi
 
     A GGUF file has its own, which the converted tokenizer_config.json lists among the chat templates.
     """
+    from chairlift.architectures.reranker import is_reranker  # imports all architectures, which a server does not need
+
     if not is_reranker(directory, architectures):
         return None
     listed = tokenizer_config.get("chat_template")

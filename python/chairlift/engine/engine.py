@@ -20,7 +20,6 @@ from chairlift.checkpoint.tokenizer_files import tokenizer_file
 from chairlift.config import EngineConfig
 from chairlift.engine import clock, scheduler_settings
 from chairlift.engine.adapters import Adapters, PackedAdapter
-from chairlift.engine.disk_cache import DiskCache, StoredPrefix
 from chairlift.engine.energy import EnergyAccount, open_meter
 from chairlift.engine.engine_info import engine_info
 from chairlift.engine.engine_request import EngineRequest
@@ -29,7 +28,6 @@ from chairlift.engine.frames import StepOutputs
 from chairlift.engine.journal import Journal
 from chairlift.engine.kv_sharing import SharedBlocks
 from chairlift.engine.mask_time import MaskTime
-from chairlift.engine.prefix_store import PrefixStore
 from chairlift.engine.sequences import Sequences, check_grammar
 from chairlift.engine.snapshot import EngineSnapshot
 from chairlift.engine.stats import Stats
@@ -44,6 +42,7 @@ from chairlift.scheduling import TIER_WEIGHTS
 from chairlift.tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
+    from chairlift.engine.disk_cache import DiskCache, StoredPrefix
     from chairlift.runner.interface import Runner
 
 
@@ -445,6 +444,9 @@ def _open_disk_cache(config: EngineConfig, scheduler: _core.Scheduler, runner: R
         return None
     if runner.kv_blocks is None or fingerprint is None or not config.enable_prefix_caching:
         raise InvalidSetting("--prefix-cache-dir needs a prefix cache and a model that the CPU kernels compute: leave it out")
+    from chairlift.engine.disk_cache import DiskCache
+    from chairlift.engine.prefix_store import PrefixStore
+
     store = PrefixStore(config.prefix_cache_dir, config.prefix_cache_disk, fingerprint)
     return DiskCache(scheduler, runner.kv_blocks, runner.state_storage, runner.num_kv_blocks, config.block_size, store)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from chairlift.config import EngineConfig
 from chairlift.engine.energy import open_meter
 from chairlift.engine.journal import check_journal
-from chairlift.engine.prefix_store import store_directory
 
 
 def check_files(config: EngineConfig) -> None:
@@ -15,6 +14,8 @@ def check_files(config: EngineConfig) -> None:
     if config.journal is not None:
         check_journal(config.journal)
     if config.prefix_cache_dir is not None:
+        from chairlift.engine.prefix_store import store_directory
+
         store_directory(config.prefix_cache_dir)
     if (meter := open_meter(config.energy_meter, config.tensor_parallel_size)) is not None:
         meter.close()
