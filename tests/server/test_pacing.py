@@ -127,6 +127,21 @@ async def test_what_was_expected_and_not_worked_is_given_back():
     other.cancel()
 
 
+@pytest.mark.parametrize("requests", [1, 10])
+@in_virtual_time
+async def test_a_group_that_was_given_all_back_has_no_part_in_the_share(requests):
+    pacing = Pacing(CORES)
+    other = asyncio.create_task(request(pacing, "b", lasts=100_000))
+    await request(pacing, "idle", 1.0)
+    await asyncio.sleep(100)
+    assert await asyncio.gather(*(request(pacing, "idle", starts=True) for _ in range(requests))) == [now()] * requests
+    assert len(pacing) == 1
+    await request(pacing, "a", 1.0)
+    sent = now()
+    assert await request(pacing, "a") == pytest.approx(sent + 1.0 / RATE - CREDIT)
+    other.cancel()
+
+
 @in_virtual_time
 async def test_requests_that_an_engine_has_started_keep_none_waiting():
     pacing = Pacing(CORES)

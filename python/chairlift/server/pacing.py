@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -47,8 +48,8 @@ class _Account:
     waiting: int = 0
     users: int = 0
     """All requests that wait or have not ended."""
-    owes: bool = False
-    """Whether its share may not have paid for its requests yet."""
+    look_at: float = math.inf
+    """When to see whether its share has paid for its requests; infinite while it owes nothing."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The first of the waiting requests holds it."""
 
@@ -60,7 +61,8 @@ class Pacing:
         self._rate = SHARE * cores
         self._accounts: dict[str, _Account] = {}
         self._debts: list[tuple[float, str]] = []
-        """A heap of when to look at which account that owes: at the earliest time at which it may have paid."""
+        """A heap of when to look at which account that owes. Of several times of an account, its own `look_at` counts."""
+        self._owing = 0
         self._open = 0
         """Open requests of all groups, but for background work."""
         self._changed = asyncio.Event()
@@ -105,7 +107,7 @@ class Pacing:
                 self._changed.set()
         finally:
             account.users -= 1
-            if group is not None and not account.users and not account.owes:
+            if group is not None and not account.users and account.look_at == math.inf:
                 del self._accounts[group]
 
     @contextlib.asynccontextmanager
@@ -168,7 +170,7 @@ class Pacing:
     def _cost(self, account: _Account, seconds: float) -> float:
         """Seconds in which the group's share pays for so much work."""
         self._forget_paid()
-        owing = len(self._debts) + (not account.owes)
+        owing = self._owing + (account.look_at == math.inf)
         return min(MAX_COST, seconds * owing / self._rate)
 
     def _pay(self, group: str | None, account: _Account, seconds: float) -> None:
@@ -176,22 +178,26 @@ class Pacing:
         if group is None or not seconds:
             return
         account.paid_at = max(account.paid_at, _now()) + seconds
-        if not account.owes and account.paid_at > _now():
-            account.owes = True
+        self._note_debt(group, account)
+
+    def _note_debt(self, group: str, account: _Account) -> None:
+        if account.paid_at < account.look_at:  # also if the group is given back what it has not used
+            self._owing += account.look_at == math.inf
+            account.look_at = account.paid_at
             heapq.heappush(self._debts, (account.paid_at, group))
 
     def _forget_paid(self) -> None:
         """Takes the accounts that owe nothing any longer from those that owe, and drops those that have no requests either."""
-        now = _now()
-        while self._debts and self._debts[0][0] <= now:
-            group = self._debts[0][1]
-            account = self._accounts[group]
-            if account.paid_at > now:
-                heapq.heapreplace(self._debts, (account.paid_at, group))
+        while self._debts and self._debts[0][0] <= _now():
+            at, group = heapq.heappop(self._debts)
+            account = self._accounts.get(group)
+            if account is None or account.look_at != at:
                 continue
-            heapq.heappop(self._debts)
-            account.owes = False
-            if not account.users:
+            account.look_at = math.inf
+            self._owing -= 1
+            if account.paid_at > _now():
+                self._note_debt(group, account)
+            elif not account.users:
                 del self._accounts[group]
 
 
