@@ -169,7 +169,14 @@ class BatchRunner:
         before = CURRENT_WORK.set(work)
         try:
             async with self._service.pacing.turn(self._keys.named(batch.tenant).paced_as, work, background=True) as engine_started:
-                yield engine_started
+
+                def settle() -> None:
+                    waits = self._must_wait(batch)
+                    engine_started()
+                    if waits:
+                        self._wake.set()
+
+                yield settle
         finally:
             CURRENT_WORK.reset(before)
 

@@ -316,6 +316,26 @@ def test_a_batch_waits_for_its_tenants_share_and_holds_up_no_other(server, alice
     assert ended(alice, batch).request_counts.completed == 20
 
 
+def test_a_batch_goes_on_as_soon_as_what_its_request_was_expected_to_take_is_given_back(server, alice, engine, monkeypatch):
+    pacing, expected = server[1].pacing, []
+
+    @contextlib.asynccontextmanager
+    async def turn(group, work, *, background=False):
+        expected.append(group)
+        try:
+            yield expected.clear
+        finally:
+            expected.clear()
+
+    monkeypatch.setattr(pacing, "turn", turn)
+    monkeypatch.setattr(pacing, "must_wait", lambda group: group in expected)
+    monkeypatch.setattr(runner, "_RETRY_SECONDS", 3600.0)
+    batch = start(alice, *(line(str(number), prompt="paused") for number in range(3)))
+    wait_until(lambda: engine.started == 3)
+    engine.released = True
+    assert ended(alice, batch).request_counts.completed == 3
+
+
 def test_a_refused_request_of_a_batch_is_not_remembered_as_one_that_begins(server, alice):
     ended(alice, start(alice, *(line(str(number), max_tokens=0) for number in range(5))))
     assert not server[1].registry._preparing  # noqa: SLF001
