@@ -78,3 +78,27 @@ def test_a_signal_while_a_model_loads_ends_the_server_at_once(make, first, limit
     asyncio.run(main())
     assert (gc.get_threshold(), sys.getswitchinterval()) == (thresholds, switch_seconds)
     assert "could not be loaded" not in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "signals"), [(0.01, 1), (3600.0, 2)])
+def test_what_runs_beside_the_requests_ends_within_the_limit(make, monkeypatch, limit, signals):
+    async def stuck(began):
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+
+    async def main():
+        began = asyncio.Event()
+        monkeypatch.setattr(Supervisor, "_start_batches", lambda _: [asyncio.create_task(stuck(began))])
+        server, _, _ = make(None, shutdown_timeout=limit)
+        with open_port("127.0.0.1", 0) as listener:
+            running = asyncio.create_task(server.run(listener))
+            async with asyncio.timeout(GUARD):
+                await began.wait()
+                for number in (signal.SIGINT, signal.SIGTERM)[:signals]:
+                    os.kill(os.getpid(), number)
+                assert await running == signals - 1
+
+    asyncio.run(main())

@@ -165,8 +165,7 @@ class Supervisor:
                 if broken := not self._stop_requested.is_set():
                     ended = crashed if crashed.done() else http
                     logger.critical("shutting down: a task of the server ended", exc_info=ended.exception())
-                await cancel(background[1:])  # the batches' requests go on at the next start
-                await self._drain()
+                await self._drain(background[1:])
         finally:
             # The engines close first: open requests end with an error message before their connections close.
             await cancel(background)
@@ -216,18 +215,19 @@ class Supervisor:
             self._force_stop.set()
         self._stop_requested.set()
 
-    async def _drain(self) -> None:
-        """Waits until all open requests have ended, the shutdown timeout expires, or a second signal arrives."""
+    async def _drain(self, beside: Sequence[asyncio.Task[None]]) -> None:
+        """Waits until all open requests and the tasks `beside` them have ended, the shutdown timeout expires, or a second signal arrives."""
         limit = self._config.shutdown_timeout
         if self._service.open:
             logger.info("waiting up to %g s for %d open requests; a second signal cancels them", limit, self._service.open)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
-                await _wait_first(self._force_stop.wait(), self._no_open_requests())
+                await _wait_first(self._force_stop.wait(), self._end_requests(beside))
         if self._service.open:
             logger.warning("shutdown timeout reached: cancelling %d requests", self._service.open)
 
-    async def _no_open_requests(self) -> None:
+    async def _end_requests(self, beside: Sequence[asyncio.Task[None]]) -> None:
+        await cancel(beside)  # the batches' requests go on at the next start
         while self._service.open:
             await asyncio.sleep(0.02)
 

@@ -96,6 +96,11 @@ def test_one_that_ends_is_reported_and_leaves_no_figures(caplog):
     assert shadow.report is None
 
 
+def test_one_that_ignores_signals_ends_with_the_server():
+    program = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('{}', flush=True)\nsignal.pause()"
+    reported(Shadow([sys.executable, "-c", program], LABELS))
+
+
 def test_it_begins_when_a_model_that_loads_on_demand_is_loaded(monkeypatch):
     shadow, processes, begin = Shadow([sys.executable, "-c", ""], LABELS), [], asyncio.create_subprocess_exec
 

@@ -57,7 +57,7 @@ class Shadow(Collector):
             log.warning("the shadow ended with status %d: its figures are no longer shown", await process.wait())
         finally:
             with suppress(ProcessLookupError):
-                process.terminate()
+                process.kill()  # it has nothing to save
             await process.wait()
 
     def collect(self) -> Iterator[Metric]:
