@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "bench": {"errors", "scheduling", "svg"},
     "sim": {"engine", "bench", "models", "checkpoint", "_core", *LEAVES},
     "gate": {"server", "engine", "tokenizer", *LEAVES},
-    "server": {"engine", "chat", "grammar", "tokenizer", "template_process", "checkpoint", "directories", *LEAVES, ""},
+    "server": {"engine", "chat", "grammar", "tokenizer", "template_process", "child_process", "checkpoint", "directories", *LEAVES, ""},
     "fleet": {"engine", *LEAVES},
     "engine": {"runner", "chat", "grammar", "tokenizer", "checkpoint", "checks", "child_process", "directories", "_core", *LEAVES, ""},
     "runner": {"child_process", "models", "layers", "kernels", "checkpoint", "architectures", "_core", *LEAVES},

@@ -13,6 +13,12 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What Ctrl-C, a manager of services and a closed terminal send to all processes of a command: its first process decides what they do."""
 
 
+def ignore_stops() -> None:
+    """Ignores `STOPS`, which a child inherits as blocked: multiprocessing unblocks two of them with its resource tracker."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def start_python(*arguments: str, environment: Mapping[str, str] | None = None, **settings: Any) -> subprocess.Popen[Any]:
     """Starts Python with this process's module path, and `environment` beside this process's own. It does not import from its directory.
 

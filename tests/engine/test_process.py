@@ -14,7 +14,7 @@ import counting_engine
 import pytest
 from counting_engine import BROKEN, CRASHING, ENDLESS, FULL, HANGING, PANICKING, PATIENT, REFUSED, CountingEngine
 
-from chairlift.child_process import start_python
+from chairlift.child_process import STOPS, start_python
 from chairlift.config import EngineConfig
 from chairlift.engine import hosted_engine
 from chairlift.engine.engine_info import EngineInfo
@@ -340,7 +340,7 @@ def test_signals_are_the_parents_business(unblocked):
     """`unblocked` are those that multiprocessing unblocks when it starts its resource tracker."""
     with child(preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)) as it:
         it.start()
-        for number in unblocked or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in unblocked or STOPS:
             it.process.send_signal(number)
         it.add(1, [100], max_tokens=1)
         assert it.receive().finishes == b"\2"

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
+from chairlift.child_process import ignore_stops
 from chairlift.engine.frames import Fatal, Leaving, Phase
 from chairlift.engine.join_settings import JoinSettings, read_join_settings
 from chairlift.engine.parent import Parent
@@ -60,8 +61,7 @@ def main(fd: int, load: Callable[[], EngineMaker] = load, saturation: int | None
     `joined` the socket's other end is a server on another machine.
     """
     began = time.perf_counter()
-    for number in (signal.SIGINT, signal.SIGTERM):  # inherited as blocked, but multiprocessing unblocks them with its resource tracker
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stops()
     write_log_as_parent()
     end_with_parent()  # a blocked process does not see the socket close
     sock = socket.socket(fileno=fd)

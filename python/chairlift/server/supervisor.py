@@ -16,6 +16,7 @@ import uvicorn
 from starlette.routing import BaseRoute, Route
 
 from chairlift.checkpoint.weight_files import info_before_load, weight_bytes
+from chairlift.child_process import STOPS
 from chairlift.config import EngineConfig
 from chairlift.engine.background import cancel
 from chairlift.engine.engine_process import EngineProcess
@@ -136,9 +137,9 @@ class Supervisor:
         they are `STARTING`. An engine that dies later is restarted, as often as needed.
         """
         loop = asyncio.get_running_loop()
-        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in stops if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else stops[:2]:  # nohup ignores it
-            loop.add_signal_handler(number, self._stop, number.name)
+        for number in STOPS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
+                loop.add_signal_handler(number, self._stop, number.name)
         self._service.loop_monitor.start()
         switch_seconds = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -216,7 +217,7 @@ class Supervisor:
         self._stop_requested.set()
 
     async def _drain(self, beside: Sequence[asyncio.Task[None]]) -> None:
-        """Waits until all open requests and the tasks `beside` them have ended, the shutdown timeout expires, or a second signal arrives."""
+        """Waits until open requests and the tasks `beside` them have ended, the shutdown timeout expires, or a second signal arrives."""
         limit = self._config.shutdown_timeout
         if self._service.open:
             logger.info("waiting up to %g s for %d open requests; a second signal cancels them", limit, self._service.open)

@@ -12,6 +12,7 @@ import tiny_models
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.child_process import STOPS
 from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory
 from chairlift.layers.tensor_parallel import ALONE
 from chairlift.models.config import load_shape
@@ -83,6 +84,8 @@ def test_an_mlp_without_a_gate_can_be_cut(tmp_path: Path) -> None:
 def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
     llm = LLM(str(byte_model), load_format="dummy", tensor_parallel_size=2, **SIZES, num_kv_blocks=64)
     [worker] = llm.engine.runner.model.workers
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{worker.process.pid}/status").read_text().splitlines())
+    assert all(int(status["SigIgn"], 16) >> (number - 1) & 1 for number in STOPS)
     worker.process.kill()
     worker.process.wait()
     for _ in range(2):

@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 import torch
 
+from chairlift.child_process import ignore_stops
 from chairlift.config import EngineConfig
 from chairlift.layers.tensor_parallel import TensorParallelGroup
 from chairlift.process_log import write_log_as_parent
@@ -87,6 +88,7 @@ class Worker:
 
 def main(fd: int) -> None:
     """Runs calls until the pipe closes."""
+    ignore_stops()
     write_log_as_parent()
     pipe, worker, calls = Connection(fd), Worker(), SimpleQueue[list[Any]]()
     threading.Thread(target=_receive_calls, args=(pipe, calls), daemon=True).start()
