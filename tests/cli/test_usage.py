@@ -414,6 +414,8 @@ def test_a_config_file_gives_values_as_they_are_written(text, settings, tmp_path
         ("max_num_seqs: 1\nmax-num-seqs: 2", "max-num-seqs: it is set twice"),
         ("- a", "expected lines like"),
         ("tenant-weights: &a {x: *a}", "tenant-weights: it contains itself"),
+        ("host: h\nport: 70000", "serve.yaml, line 2: --port must be at most 65535"),
+        ("data-parallel-size: 0", "serve.yaml, line 1: --replicas must be at least 1"),
     ],
 )
 def test_a_config_file_with_an_error_is_wrong_usage(text, says, tmp_path, capsys):
@@ -422,6 +424,13 @@ def test_a_config_file_with_an_error_is_wrong_usage(text, says, tmp_path, capsys
         main.main(["serve", "--config", str(tmp_path / "serve.yaml")])
     assert left.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_an_error_of_a_flag_names_no_line_of_the_file(tmp_path, capsys):
+    (tmp_path / "serve.yaml").write_text("port: 1")
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--config", str(tmp_path / "serve.yaml"), "--port", "70000"])
+    assert "chairlift: --port must be" in capsys.readouterr().err
 
 
 def test_a_model_is_positional_or_a_flag_but_not_both(capsys):

@@ -98,26 +98,41 @@ def test_a_file_has_keys_and_limits(tmp_path):
 SECRET = "sk-hush"
 FILES = {
     "nothing": ("", "it has no keys"),
-    "no TOML": (f'[alice]\nkey = "{SECRET}', r"it is not TOML \(at .*\); write"),
-    "a key as a name": (f'{SECRET} = "alice"', "expected one table a tenant"),
-    "a bad name": (f'["a b"]\nkey = "{SECRET}"', "expected one table a tenant"),
-    "no key": ("[alice]\nweight = 1", r"\[alice\] needs key = "),
-    "a number for a key": ("[alice]\nkey = 1", r"\[alice\] needs key = "),
-    "one for several": (f'[alice]\nkeys = "{SECRET}"', r"\[alice\] needs key = "),
-    "an empty key": ('[alice]\nkey = ""', r"\[alice\]: a key must not be empty"),
-    "a key with a space": (f'[alice]\nkey = "{SECRET} "', r"\[alice\]: a key must not be empty, begin or end with a space"),
-    "a key with a line": (f'[alice]\nkey = "{SECRET}\\nx"', r"\[alice\]: a key must not .*control characters"),
-    "a key twice": (f'[alice]\nkey = "{SECRET}"\n[bob]\nkey = "{SECRET}"', r"\[bob\]: the same key is there twice"),
-    "a typing error": (f'[alice]\nkey = "{SECRET}"\nmax_queue = 3', r"\[alice\] has max_queue; it may have key, keys, weight"),
-    "a key as a setting": (f'[alice]\n{SECRET} = "key"', r"\[alice\] has an unknown setting; it may have"),
-    "no weight": (f'[alice]\nkey = "{SECRET}"\nweight = 0', r"\[alice\]: weight must be a whole number from 1 to 10000"),
-    "half a request": (f'[alice]\nkey = "{SECRET}"\nmax_requests = 1.5', r"\[alice\]: max_requests must be a whole number"),
-    "one operator": (f'[alice]\nkey = "{SECRET}"\noperator = 1', r"\[alice\]: operator must be true or false"),
-    "a bad group": (f'[alice]\nkey = "{SECRET}"\ngroup = "a b"', r"\[alice\]: group must be a name"),
-    "an unknown tier": (f'[alice]\nkey = "{SECRET}"\ntiers = ["gold"]', r"\[alice\]: tiers must be a list of priority, default, flex"),
-    "one tier": (f'[alice]\nkey = "{SECRET}"\ntiers = "flex"', r"\[alice\]: tiers must be a list"),
-    "a reserved name": (f'[other]\nkey = "{SECRET}"', r"\[other\]: no tenant may be called other"),
-    "true": (f'[alice]\nkey = "{SECRET}"\nmax_queued = true', r"\[alice\]: max_queued must be a whole number"),
+    "no TOML": (f'[alice]\nkey = "{SECRET}', r"it is not TOML \(at end of document\); write"),
+    "a key as a name": (f'{SECRET} = "alice"', r"keys\.toml, line 1: expected one table a tenant"),
+    "a bad name": (f'["a b"]\nkey = "{SECRET}"', r"keys\.toml, line 1: expected one table a tenant"),
+    "no key": ("[alice]\nweight = 1", r"keys\.toml, line 1: \[alice\] needs key = "),
+    "a number for a key": ("[alice]\nkey = 1", r"keys\.toml, line 1: \[alice\] needs key = "),
+    "one for several": (f'[alice]\nkeys = "{SECRET}"', r"keys\.toml, line 1: \[alice\] needs key = "),
+    "an empty key": ('[alice]\nkey = ""', r"keys\.toml, line 1: \[alice\]: a key must not be empty"),
+    "a key with a space": (
+        f'[alice]\nkey = "{SECRET} "',
+        r"keys\.toml, line 1: \[alice\]: a key must not be empty, begin or end with a space",
+    ),
+    "a key with a line": (f'[alice]\nkey = "{SECRET}\\nx"', r"keys\.toml, line 1: \[alice\]: a key must not .*control characters"),
+    "a key twice": (f'[alice]\nkey = "{SECRET}"\n[bob]\nkey = "{SECRET}"', r"keys\.toml, line 3: \[bob\]: the same key is there twice"),
+    "a typing error": (
+        f'[alice]\nkey = "{SECRET}"\nmax_queue = 3',
+        r"keys\.toml, line 3: \[alice\] has max_queue; it may have key, keys, weight",
+    ),
+    "a key as a setting": (f'[alice]\n{SECRET} = "key"', r"keys\.toml, line 2: \[alice\] has an unknown setting; it may have"),
+    "no weight": (
+        f'[alice]\nkey = "{SECRET}"\nweight = 0',
+        r"keys\.toml, line 3: \[alice\]: weight must be a whole number from 1 to 10000",
+    ),
+    "half a request": (
+        f'[alice]\nkey = "{SECRET}"\nmax_requests = 1.5',
+        r"keys\.toml, line 3: \[alice\]: max_requests must be a whole number",
+    ),
+    "one operator": (f'[alice]\nkey = "{SECRET}"\noperator = 1', r"keys\.toml, line 3: \[alice\]: operator must be true or false"),
+    "a bad group": (f'[alice]\nkey = "{SECRET}"\ngroup = "a b"', r"keys\.toml, line 3: \[alice\]: group must be a name"),
+    "an unknown tier": (
+        f'[alice]\nkey = "{SECRET}"\ntiers = ["gold"]',
+        r"keys\.toml, line 3: \[alice\]: tiers must be a list of priority, default, flex",
+    ),
+    "one tier": (f'[alice]\nkey = "{SECRET}"\ntiers = "flex"', r"keys\.toml, line 3: \[alice\]: tiers must be a list"),
+    "a reserved name": (f'[other]\nkey = "{SECRET}"', r"keys\.toml, line 1: \[other\]: no tenant may be called other"),
+    "true": (f'[alice]\nkey = "{SECRET}"\nmax_queued = true', r"keys\.toml, line 3: \[alice\]: max_queued must be a whole number"),
 }
 
 
@@ -127,7 +142,7 @@ def test_a_file_that_is_wrong_is_named_and_its_keys_are_not(tmp_path, text, mess
     file.write_text(text)
     with pytest.raises(InvalidSetting, match=message) as caught:
         read_keys(None, str(file))
-    assert str(caught.value).startswith(f"--api-key-file {file}: ")
+    assert str(caught.value).startswith(f"--api-key-file {file}")
     assert "hush" not in str(caught.value)
 
 

@@ -14,8 +14,11 @@ from chairlift.server.config import ServerConfig
 from chairlift.settings import names_in_files, parse_entry, parse_json_object
 
 
-def read_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the YAML file `--config`: names of flags, with - or _, and their values. Raises ValueError."""
+def read_config(arguments: Mapping[str, Any], places: dict[str, str] | None = None) -> dict[str, Any]:
+    """The settings in the YAML file `--config`: names of flags, with - or _, and their values. Raises ValueError.
+
+    `places` gets the place of each setting.
+    """
     path = arguments.get("config")
     if path is None:
         return {}
@@ -42,6 +45,8 @@ def read_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if name in settings:
                 raise ValueError("it is set twice")
             settings[name] = parse_entry(known[name], _value(value, known[name].metadata.get("parse") is parse_json_object))
+            if places is not None:
+                places[name] = where
         except RecursionError:
             raise ValueError(f"{where}: {key}: it contains itself") from None
         except ValueError as error:

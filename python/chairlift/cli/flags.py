@@ -243,7 +243,16 @@ def read(cls: type[C], arguments: Mapping[str, Any]) -> C:
     flags = {name: value for name, value in arguments.items() if name in names and value is not None}
     own = {**arguments.get("defaults", {}), **arguments.get("file_settings", {})}
     file = {name: value for name, value in own.items() if name in names}
-    return cls(**{**file, **from_environment(cls, arguments.get("variables", ())), **flags})
+    flags = {**from_environment(cls, arguments.get("variables", ())), **flags}
+    try:
+        return cls(**{**file, **flags})
+    except ValueError as error:
+        of_file = (place for name, place in arguments.get("file_places", {}).items() if name not in flags and _names_flag(error, name))
+        raise ValueError(f"{place}: {error}" if (place := next(of_file, None)) else str(error)) from None
+
+
+def _names_flag(error: ValueError, name: str) -> bool:
+    return re.search(rf"--{name.replace('_', '-')}\b(?!-)", str(error)) is not None
 
 
 def check_variables(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:

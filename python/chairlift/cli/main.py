@@ -176,7 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.prog = f"{parser.prog} {args.command}"  # errors below refer to the help of this command
     try:
         flags.check_variables(vars(args))
-        args.file_settings = read_config(vars(args))
+        args.file_places = {}
+        args.file_settings = read_config(vars(args), args.file_places)
         args.engine, args.server = flags.read(EngineConfig, vars(args)), flags.read(ServerConfig, vars(args))
     except ValueError as error:
         parser.error(str(error))

@@ -15,7 +15,7 @@ from typing import Any
 from chairlift.config import LARGEST_WEIGHT
 from chairlift.errors import InvalidSetting
 from chairlift.scheduling import TENANT, TIERS, Scheduling
-from chairlift.server.toml_file import read_text
+from chairlift.server.toml_file import line_of, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -193,40 +193,46 @@ def _file_keys(file: str) -> list[tuple[str, str, Tenant]]:
 
     flag = f"--api-key-file {file}"
     try:
-        tables = tomllib.loads(read_text(flag, file))
+        text = read_text(flag, file)
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         # The parser's message may quote a key; only its position is safe to show.
         position = re.search(r" \(at [^()]*\)$", str(error))
         raise InvalidSetting(f'{flag}: it is not TOML{position[0] if position else ""}; write [NAME] and below it key = "..."') from None
     if not tables:
         raise InvalidSetting(f'{flag}: it has no keys; write [NAME] and below it key = "..."')
-    return [(where, key, tenant) for name, table in tables.items() for where, key, tenant in _tenant_keys(flag, name, table)]
+    return [(where, key, tenant) for name, table in tables.items() for where, key, tenant in _tenant_keys(flag, text, name, table)]
 
 
-def _tenant_keys(flag: str, name: str, table: Any) -> Iterator[tuple[str, str, Tenant]]:
+def _tenant_keys(flag: str, text: str, name: str, table: Any) -> Iterator[tuple[str, str, Tenant]]:
     if not TENANT.fullmatch(name) or not isinstance(table, Mapping):
         # The name may be a misplaced key: it is not shown.
-        raise InvalidSetting(f"{flag}: expected one table a tenant, [NAME], with a name of 1 to 64 letters, digits and . _ : -")
-    where = f"{flag}: [{name}]"
+        raise InvalidSetting(
+            f"{flag}{line_of(text, name)}: expected one table a tenant, [NAME], with a name of 1 to 64 letters, digits and . _ : -"
+        )
+
+    def at(setting: str | None = None) -> str:
+        return f"{flag}{line_of(text, name, setting)}: [{name}]"
+
     if unknown := [setting for setting in table if setting not in _SETTINGS]:
         shown = unknown[0] if re.fullmatch(r"[a-z_]{1,32}", unknown[0]) else "an unknown setting"
-        raise InvalidSetting(f"{where} has {shown}; it may have {', '.join(_SETTINGS)}")
+        raise InvalidSetting(f"{at(unknown[0])} has {shown}; it may have {', '.join(_SETTINGS)}")
     keys = [*([table["key"]] if "key" in table else []), *_list(table.get("keys", []))]
     if not keys or not all(isinstance(key, str) for key in keys):
-        raise InvalidSetting(f'{where} needs key = "...", or keys = ["...", "..."]')
-    limits = {setting: _limit(where, setting, table.get(setting)) for setting in _LIMITS}
+        raise InvalidSetting(f'{at()} needs key = "...", or keys = ["...", "..."]')
+    limits = {setting: _limit(at(setting), setting, table.get(setting)) for setting in _LIMITS}
     operator = table.get("operator", False)
     if not isinstance(operator, bool):
-        raise InvalidSetting(f"{where}: operator must be true or false")
+        raise InvalidSetting(f"{at('operator')}: operator must be true or false")
     group = table.get("group")
     if group is not None and not (isinstance(group, str) and TENANT.fullmatch(group)):
-        raise InvalidSetting(f"{where}: group must be a name of 1 to 64 letters, digits and . _ : -")
+        raise InvalidSetting(f"{at('group')}: group must be a name of 1 to 64 letters, digits and . _ : -")
     tiers = table.get("tiers", [])
     if not isinstance(tiers, list) or any(tier not in TIERS for tier in tiers):
-        raise InvalidSetting(f"{where}: tiers must be a list of {', '.join(TIERS)}")
+        raise InvalidSetting(f"{at('tiers')}: tiers must be a list of {', '.join(TIERS)}")
     tenant = Tenant(name, **limits, has_key=True, cache_group=group, tiers=frozenset(tiers), operator=operator)
     for key in keys:
-        yield where, key, tenant
+        yield at(), key, tenant
 
 
 def _list(value: Any) -> list[Any]:
