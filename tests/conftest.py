@@ -8,6 +8,7 @@ from pathlib import Path
 # would take more CPU time than the step. A test that is about threads says how many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -23,6 +24,10 @@ from chairlift.checkpoint.locate import locate
 from chairlift.config import DEFAULT_MODEL
 
 pytest_plugins = ["expected_skips", *["quick_interpreter"] * ("TRITON_INTERPRET" in os.environ)]
+
+# How long a client of a test waits for an answer is a guard: the machine may have other work for longer than httpx's five seconds.
+for wait in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, wait, 60.0)  # noqa: SLF001
 
 # A shell's background jobs ignore it, and with it what the tests send themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
