@@ -57,6 +57,8 @@ FAIL = {
 
 
 def test_what_is_http_passes_and_all_else_is_a_bad_gateway(caplog):
+    caplog.set_level("INFO", "chairlift")
+
     async def answer(request):
         await request.send_raw((PASS | FAIL)[request.headers["x-case"]])
 
@@ -73,6 +75,8 @@ def test_what_is_http_passes_and_all_else_is_a_bad_gateway(caplog):
             assert response.status_code == 502, case
             assert response.json()["error"]["code"] == "upstream_failed", case
             assert "secr" not in response.text, case
+    assert "ready in" in caplog.text
+    assert "chairlift-gate-" not in caplog.text, "its stand-in for a model is no news"
     assert not [record for record in caplog.records if record.exc_info]
 
 

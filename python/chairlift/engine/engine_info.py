@@ -137,7 +137,8 @@ def log_start(config: EngineConfig, info: EngineInfo, phases: Mapping[str, float
     parts = {name: round(seconds, 2) for name, seconds in phases.items()}
     parts = {"process": round(total, 2) - sum(parts.values()), **parts}
     log.info("phase process %.2f s", parts["process"])
-    log_decisions(info)
+    if info.decisions:
+        log_decisions(info)
     warn_of_short_context(config, info)
     log.info("ready in %.2f s: %s", total, " + ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items()))
 

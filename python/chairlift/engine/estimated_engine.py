@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class EstimatedEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.info = replace(self.info, decisions=[])  # its model's files are a stand-in
         self._step_seconds, self._token_seconds, self._ahead = STEP_SECONDS, TOKEN_SECONDS, 0
         self._begins = self._may_end = 0.0
         """When the step in flight began, and when it may end if requests wait."""
