@@ -5,11 +5,14 @@ use crate::memory::User;
 use slotmap::SlotMap;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ops::{Bound, Index, IndexMut};
+use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
 /// Maximum number of sessions, unless more have requests.
 const MAX_SESSIONS: usize = 1 << 14;
+
+/// Sessions with requests that are looked at when there is one too many. Their requests use them now, so they are placed anew.
+const LOOKED_AT: u64 = 64;
 
 /// All sessions.
 #[derive(Debug, Default)]
@@ -105,18 +108,21 @@ impl Directory {
         }
         let (_, user) = self.sizes.last()?;
         let sessions = self.by_use.get_mut(user)?;
-        let mut next = sessions.first().copied();
-        while let Some(place) = next {
-            let (placed, id) = place;
+        let mut busy = 0;
+        while busy < LOOKED_AT {
+            let &(placed, id) = sessions.first()?;
             let session = &mut self.sessions[id];
-            if session.used > placed {
-                sessions.remove(&place);
-                sessions.insert((session.used, id));
-                session.placed = session.used;
-            } else if session.is_quiet() {
+            if session.used == placed && session.is_quiet() {
                 return Some(id);
             }
-            next = sessions.range((Bound::Excluded(place), Bound::Unbounded)).next().copied();
+            if session.used == placed {
+                busy += 1;
+                self.uses += 1;
+                session.used = self.uses;
+            }
+            sessions.remove(&(placed, id));
+            sessions.insert((session.used, id));
+            session.placed = session.used;
         }
         None
     }
@@ -167,6 +173,29 @@ mod tests {
         }
         assert_eq!(directory.named(few, &"0".into()), Some(kept));
         assert_eq!(directory.named(many, &"0".into()), None, "the least recently used");
+    }
+
+    #[test]
+    fn of_many_sessions_with_requests_few_are_looked_at_for_each_new_one() {
+        let mut kv = Kv::new(KvSizes { blocks: 2, block_size: 1, ..KvSizes::default() }, true, BlockHasher::new(0));
+        let mut directory = Directory::default();
+        let mut add = |directory: &mut Directory| directory.add(Session::new(User::new(1), 0, None, kv.open_owner(User::new(1))));
+        for _ in 0..2 * MAX_SESSIONS {
+            let id = add(&mut directory);
+            directory[id].enter_queue();
+            let before = directory.uses;
+            assert_eq!(directory.excess(), None);
+            assert!(directory.uses - before <= LOOKED_AT);
+        }
+        // Those without requests are forgotten, although others are used for longer.
+        let first = add(&mut directory);
+        for _ in 0..=2 * MAX_SESSIONS as u64 / LOOKED_AT {
+            add(&mut directory);
+            while let Some(excess) = directory.excess() {
+                directory.remove(excess);
+            }
+        }
+        assert!(!directory.contains(first));
     }
 
     #[test]
