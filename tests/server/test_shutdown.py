@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 
 import counting_engine
 import httpx
@@ -14,11 +15,13 @@ from async_engine import GUARD, until
 from chairlift.config import EngineConfig
 from chairlift.engine.engine_process import EngineProcess
 from chairlift.engine.replicated_engine import ReplicatedEngine
+from chairlift.server import supervisor
 from chairlift.server.config import ServerConfig
 from chairlift.server.http.sockets import open_port
 from chairlift.server.keys import Keys
 from chairlift.server.lifecycle import Lifecycle, ModelState
 from chairlift.server.model import ServedModel
+from chairlift.server.storage.storage import Storage
 from chairlift.server.supervisor import SWITCH_SECONDS, Supervisor
 from chairlift.server.tiers import ServiceTiers
 
@@ -100,5 +103,30 @@ def test_what_runs_beside_the_requests_ends_within_the_limit(make, monkeypatch, 
                 for number in (signal.SIGINT, signal.SIGTERM)[:signals]:
                     os.kill(os.getpid(), number)
                 assert await running == signals - 1
+
+    asyncio.run(main())
+
+
+def test_a_disk_that_hangs_does_not_keep_the_server(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(supervisor, "FLUSH_SECONDS", 0.01)
+    hangs = threading.Event()
+    close = Storage.close
+
+    def late(storage):
+        hangs.wait()
+        close(storage)
+
+    async def main():
+        monkeypatch.setattr(Storage, "close", late)
+        server, _, _ = make(None, data_dir=str(tmp_path / "data"))
+        with open_port("127.0.0.1", 0) as listener:
+            running = asyncio.create_task(server.run(listener))
+            try:
+                async with asyncio.timeout(GUARD):
+                    await asyncio.sleep(0)
+                    os.kill(os.getpid(), signal.SIGINT)
+                    assert await running == 0
+            finally:
+                hangs.set()
 
     asyncio.run(main())

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 2
-"""Seconds that connections get at shutdown to send what is buffered."""
+"""Seconds that connections get at shutdown to send what is buffered, and the database to write it."""
 
 KEEP_ALIVE_SECONDS = 120
 """Seconds that an idle connection stays open: longer than the timeouts of clients and proxies (Go's is 90), so that they close it first."""
@@ -170,8 +170,9 @@ class Supervisor:
         finally:
             # The engines close first: open requests end with an error message before their connections close.
             await cancel(background)
-            if self._service.storage is not None:
-                self._service.storage.close()
+            if self._service.storage is not None:  # a disk may hang, and what was acknowledged is on it
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.to_thread(self._service.storage.close), FLUSH_SECONDS)
             # An engine that still loads would end only after that, its process ends at once.
             await asyncio.gather(*(process.close() for process in self._processes))
             await self._service.loader.close()

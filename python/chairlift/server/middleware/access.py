@@ -37,7 +37,7 @@ BASIC_AUTH_PATHS = frozenset({"/dashboard", "/dashboard/data"})
 """Paths where a browser may send the key as a password. Elsewhere browsers would attach it to requests of other sites too."""
 
 MAX_HEADERS = 128
-"""Maximum headers of one request; h11 limits their size to 64 KiB."""
+"""Maximum headers of one request; `http.protocol` limits their size."""
 
 
 @dataclass(frozen=True, slots=True)
