@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -52,10 +53,11 @@ class RequestRegistry:
     """
 
     def __init__(self) -> None:
-        self._prompt_counts: dict[str, int] = {}
+        # Ordered dicts, because a dict searches past all that left for its first entry.
+        self._prompt_counts: OrderedDict[str, int] = OrderedDict()
         """Number of prompts by the id of the answer."""
-        self._answer_ids: dict[tuple[Reader, str], str] = {}
-        self._refusals: dict[tuple[Reader, str], Refusal] = {}
+        self._answer_ids: OrderedDict[tuple[Reader, str], str] = OrderedDict()
+        self._refusals: OrderedDict[tuple[Reader, str], Refusal] = OrderedDict()
         self._preparing: dict[tuple[Reader, str], RequestContext] = {}
         """Accepted requests that are not in the engine yet."""
 
@@ -63,7 +65,7 @@ class RequestRegistry:
         """Registers an accepted request of `prompts` prompts."""
         self._prompt_counts[answer_id] = prompts
         if len(self._prompt_counts) > MAX_REQUESTS:
-            del self._prompt_counts[next(iter(self._prompt_counts))]
+            self._prompt_counts.popitem(last=False)
         for reader in {tenant, None}:
             self._refusals.pop((reader, request_id), None)
             _put_last(self._answer_ids, (reader, request_id), answer_id, 2 * MAX_REQUESTS)
@@ -106,9 +108,9 @@ def engine_ids(answer_id: str, prompts: int) -> list[str]:
     return [answer_id] if prompts == 1 else [f"{answer_id}-{i}" for i in range(prompts)]
 
 
-def _put_last(entries: dict[_Key, _Value], key: _Key, value: _Value, limit: int) -> None:
+def _put_last(entries: OrderedDict[_Key, _Value], key: _Key, value: _Value, limit: int) -> None:
     """Sets `key` as the newest entry and drops the oldest entries above `limit`."""
     entries.pop(key, None)
     entries[key] = value
     while len(entries) > limit:
-        del entries[next(iter(entries))]
+        entries.popitem(last=False)
