@@ -27,7 +27,7 @@ class ChatTemplate:
         Those of additional_chat_templates may also be beside one in JSON. Raises InvalidRequest if there is none.
         """
         files = {"default": directory / "chat_template.jinja"}
-        files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+        files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("[!.]*.jinja"))}
         named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
         if "default" not in named:
             named = _named(_from_json(directory / "chat_template.json") or config.get("chat_template")) | named

@@ -166,7 +166,7 @@ def test_the_model_among_the_gguf_files_of_a_directory(tmp_path: Path, cache: Pa
     place.mkdir()
     for name in ("a-Q8_0.gguf", "b-q4_k_m.GGUF", "a-F16.gguf"):
         gguf_of(tiny_model("qwen2"), place / name)
-    for name in ("mmproj-F16.gguf", "imatrix.gguf", "mtp-a.gguf", "eagle3-a.gguf"):
+    for name in ("mmproj-F16.gguf", "imatrix.gguf", "mtp-a.gguf", "eagle3-a.gguf", "._b-q4_k_m.GGUF", "._a-Q8_0.gguf"):
         (place / name).write_bytes(b"GGUF")
     assert (locate(str(place)) / LINK).resolve().name == "b-q4_k_m.GGUF"
     assert f"Taking b-q4_k_m.GGUF of {place}, which also holds a-Q8_0.gguf, a-F16.gguf" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_without_index_the_names_decide(tmp_path: Path) -> None:
 
 
 def test_files_may_have_any_names_if_none_begins_with_model(tmp_path: Path) -> None:
-    put(tmp_path, "weights-2.safetensors", "weights-1.safetensors")
+    put(tmp_path, "weights-2.safetensors", "weights-1.safetensors", "._weights-1.safetensors")
     assert names(tmp_path) == ["weights-1.safetensors", "weights-2.safetensors"]
 
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 P = TypeVar("P", bound=PurePath)
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})(?P<of>-of-)(?P<count>(?!00000)\d{5})(?P<suffix>\.gguf)?", re.IGNORECASE)
-_OTHERS = re.compile(r".*(mmproj|imatrix).*|(mtp|eagle3|dflash|dspark)-.*", re.IGNORECASE)
-"""Files beside a model: image encoders, statistics of quantisation, draft models."""
+_OTHERS = re.compile(r".*(mmproj|imatrix).*|(mtp-|eagle3-|dflash-|dspark-|\._).*", re.IGNORECASE)
+"""Files beside a model: image encoders, statistics of quantisation, draft models, and what macOS writes on other disks for each file."""
 _PREFERRED = ("Q4_K_M", "Q8_0")
 NO_MODELS = ("adapter", "mmproj", "imatrix")
 """Values of `general.type` of files that hold something else."""

@@ -62,7 +62,7 @@ def weight_names(files: Iterable[str], index: Path) -> list[str]:
         _report_index(index, missing[0])
     if _WHOLE in every:
         return [_WHOLE]
-    found = sorted(name for name in every if name.endswith(".safetensors"))
+    found = sorted(name for name in every if name.endswith(".safetensors") and not name.startswith("._"))  # which macOS writes
     return [name for name in found if name.startswith("model")] or found
 
 
