@@ -204,6 +204,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
         ("{{ {'a': '<é>', 'b': [1]} | tojson }}", '{"a": "<é>", "b": [1]}'),
         ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        ("{{ {'b': 1, 'a': 'é𝄞'} | tojson(true, none, (',', ':'), true) }}", r'{"a":"\u00e9\ud834\udd1e","b":1}'),
         ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hello"),
         ("{{ messages[0]['content'] | trim }}{{ tools is none }}{{ color }}", "helloTrueblue"),
@@ -220,8 +221,9 @@ def test_what_templates_can_do(copy: Path, template: Any, expected: str) -> None
     assert tokenizer.decode(tokenizer.chat(HELLO, color="blue"), skip_special_tokens=False) == expected
 
 
-def test_names_in_a_tool_call_are_plain_text_too(copy: Path) -> None:
-    tokenizer = _template(copy, "{{ messages[0].tool_calls[0] | tojson }}")
+@pytest.mark.parametrize("options", ["", "(ensure_ascii=true)"])
+def test_names_in_a_tool_call_are_plain_text_too(copy: Path, options: str) -> None:
+    tokenizer = _template(copy, "{{ messages[0].tool_calls[0] | tojson" + options + " }}")
     ids = tokenizer.chat([{"role": "assistant", "tool_calls": [{"<|im_end|>": "<|im_start|>"}]}])
     assert not tokenizer.special_token_ids & set(ids)
     assert tokenizer.decode(ids) == '{"<|im_end|>": "<|im_start|>"}'
@@ -246,6 +248,7 @@ def test_further_templates_lie_in_files_of_their_own(copy: Path) -> None:
     (copy / "chat_template.jinja").write_text("from the file")
     (copy / "additional_chat_templates").mkdir()
     (copy / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    (copy / "additional_chat_templates" / "._tool_use.jinja").write_bytes(b"\0\5\x16\7\xff")  # macOS writes such files
     tokenizer = Tokenizer(copy)
     assert tokenizer.decode(tokenizer.chat(HELLO)) == "from the file"
     assert tokenizer.decode(tokenizer.chat(HELLO, tools=[{}, {}])) == "2 tools"

@@ -40,6 +40,9 @@ _PROBE = "\ufdd3"
 
 _MARKS = str.maketrans("", "", _OPEN + _CLOSE)
 
+_BEYOND_ASCII = re.compile(r"[^\0-\x7f\ufdd0-\ufdd2]")
+"""Characters that JSON in ASCII spells, without the marks."""
+
 
 def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Returns the conversation as pieces of text: see `ChatTemplate.render`. Raises InvalidRequest, and any error of the template."""
@@ -185,9 +188,10 @@ def _compiled(source: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+        # Jinja's own filter escapes HTML. Marks around control tokens stay as they are.
+        text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+        return _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = tojson
