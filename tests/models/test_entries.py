@@ -42,7 +42,8 @@ GPTQ |= {
     "model_file_base_name": "model",
     "use_exllama": True,
 }
-GPTQ |= {"model_name_or_path": "a/b", "tokenizer": None, "dataset": "c4", "batch_size": 1, "cache_block_outputs": True, "dynamic": None}
+GPTQ |= {"model_name_or_path": "a/b", "tokenizer": None, "dataset": "c4", "batch_size": 1, "cache_block_outputs": True}
+GPTQ |= {"dynamic": {"-:.*attn.*": {}, "-:.*mtp.*": {}, "lm_head": {}}}
 GPTQ |= {"modules_in_block_to_quantize": ["q_proj"], "exllama_config": {"version": 1}, "block_name_to_quantize": "model.layers"}
 ROUND = {
     "amp": True,
@@ -235,6 +236,12 @@ SAVED: dict[str, QuantizationConfigMixin] = {
 def test_the_settings_that_transformers_saves_are_known(name: str) -> None:
     config = json.loads(json.dumps(SAVED[name].to_dict()))
     assert ModelConfig.parse(LLAMA | {"quantization_config": QUANTIZED[name].config | config}).unread == ()
+
+
+def test_other_bits_in_some_layers_of_gptq_are_refused() -> None:
+    config = QUANTIZED["gptq"].config | {"dynamic": {"-:.*attn.*": {}, "+:.*down.*": {"bits": 8}}}
+    with pytest.raises(NoNativeModel, match=r"quantised with gptq \(other bits in some layers, or a quantised head\)"):
+        ModelConfig.parse(LLAMA | {"quantization_config": config})
 
 
 def test_experts_in_other_numbers_than_fp8_are_refused() -> None:

@@ -245,14 +245,36 @@ FORMATS = {
 }
 
 
+def mixed(wide: Callable[[torch.Tensor], Packed], others: Callable[[torch.Tensor], Packed]) -> Callable[[torch.Tensor], Packed]:
+    """One way for matrices with more columns than rows, among which is DOWN, and another one for the others."""
+    return lambda weight: (wide if weight.shape[1] > len(weight) else others)(weight)
+
+
+def grouped(*configs: dict[str, object]) -> dict[str, object]:
+    """The config of a checkpoint of compressed-tensors that is quantised in several ways."""
+    groups = [config["config_groups"]["group_0"] | {"format": config["format"]} for config in configs]
+    return configs[0] | {"format": "mixed-precision", "config_groups": {f"group_{index}": group for index, group in enumerate(groups)}}
+
+
+NVFP4 = Format(
+    nvfp4({"weight": "weight_packed", "divisor": "weight_global_scale", "inputs": "input_global_scale"}),
+    compressed("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),
+)
+MODELOPT = nvfp4({"weight": "weight", "factor": "weight_scale_2", "inputs": "input_scale"})
 EXPANDED = {
-    "nvfp4": Format(
-        nvfp4({"weight": "weight_packed", "divisor": "weight_global_scale", "inputs": "input_global_scale"}),
-        compressed("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),
+    "nvfp4": NVFP4,
+    "nvfp4 of modelopt": Format(MODELOPT, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "nvfp4 and floats by row": Format(
+        mixed(FORMATS["floats by row"].pack, NVFP4.pack), grouped(FORMATS["floats by row"].config, NVFP4.config)
     ),
-    "nvfp4 of modelopt": Format(
-        nvfp4({"weight": "weight", "factor": "weight_scale_2", "inputs": "input_scale"}),
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "packed and floats in blocks": Format(
+        mixed(FORMATS["packed"].pack, FORMATS["floats in blocks"].pack),
+        grouped(FORMATS["floats in blocks"].config, FORMATS["packed"].config),
+    ),
+    "modelopt, mixed": Format(
+        mixed(MODELOPT, FORMATS["modelopt"].pack),
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+        | {"quantized_layers": {DOWN: {"quant_algo": "NVFP4", "group_size": 16}, "model.layers.1.mlp.up_proj": {"quant_algo": "FP8"}}},
     ),
     "nf4": Format(nf4(False), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
     "nested nf4": Format(nf4(True), {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_use_double_quant": True}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class QuantizationScheme:
     of a whole row if `group` is 0, and of `block_rows` rows. Stored zeros are `zero_offset` less than they mean. `per_token` means that the
     model is made for activations in e4m3; they are rounded with a scale of each token, also where the checkpoint has one scale for all.
     Which layers are quantised is seen in their tensors. Weights of another `kind` (nvfp4, nf4, int8, integers) are not kept packed.
-    They are multiplied out when they are loaded, on a CPU alone. `unread` are settings that nothing here knows.
+    They are multiplied out when they are loaded, on a CPU alone, as are those of several `parts`, each the scheme of some layers. `unread`
+    are settings that nothing here knows.
     """
 
     method: str
@@ -64,12 +65,18 @@ class QuantizationScheme:
     zero_offset: int = 0
     per_token: bool = False
     kind: str = ""
+    parts: tuple[QuantizationScheme, ...] = ()
     unread: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def numbers(self) -> str:
+        """What the weights are in."""
+        return self.kind or ("e4m3" if self.bits == 8 else "int4")
 
     @property
     def name(self) -> str:
         """The scheme in words."""
-        return f"{self.method} {self.kind or ('e4m3' if self.bits == 8 else 'int4')}"
+        return f"{self.method} {self.numbers}"
 
     def weight_bytes(self, outs: int, ins: int) -> int:
         """Bytes of a weight in torch, with scales of four bytes for e4m3 and of two for integers, which also have zeros."""
@@ -128,10 +135,18 @@ def _compressed_tensors(found: Mapping[str, Any]) -> QuantizationScheme:
     if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("sparse")
     _check_transforms((found.get("transform_config") or {}).get("config_groups") or {})
-    schemes = {_group(group, group.get("format") or found["format"]) for group in found["config_groups"].values()}
-    if len(schemes) > 1:
+    return _mixed(_group(group, group.get("format") or found["format"]) for group in found["config_groups"].values())
+
+
+def _mixed(schemes: Iterable[QuantizationScheme]) -> QuantizationScheme:
+    """Returns the scheme of all layers, or one of several whose layers differ in their tensors."""
+    parts = tuple(dict.fromkeys(schemes))
+    if len(parts) == 1:
+        return parts[0]
+    numbers = [part.numbers for part in parts]
+    if len(set(numbers)) < len(parts) or set(numbers) - {"e4m3", "int4", "nvfp4"}:
         raise ValueError("in several ways")
-    return schemes.pop()
+    return QuantizationScheme(parts[0].method, 8, kind=" and ".join(numbers), parts=parts)
 
 
 def _check_transforms(groups: Mapping[str, Any]) -> None:
@@ -184,7 +199,9 @@ def _fp8(found: Mapping[str, Any]) -> QuantizationScheme:
 
 def _modelopt(found: Mapping[str, Any]) -> QuantizationScheme:
     """NVIDIA's ModelOpt, documented in https://github.com/NVIDIA/Model-Optimizer: NVFP4, or e4m3 with a scale of a matrix or row."""
-    algorithm = str(found["quant_algo"])
+    algorithm, layers = str(found["quant_algo"]), found.get("quantized_layers")
+    if algorithm == "MIXED_PRECISION" and layers:
+        return _mixed(map(_modelopt, layers.values()))
     if algorithm == "NVFP4" and found.get("group_size", NVFP4_GROUP) == NVFP4_GROUP:
         return QuantizationScheme("modelopt", 4, kind="nvfp4")
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
@@ -197,7 +214,8 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationScheme:
     layout = found.get("checkpoint_format") or found.get("format") or "gptq"
     if found["bits"] not in (4, 8) or layout not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
         raise ValueError(f"{found['bits']} bits, {layout}")
-    if found.get("dynamic") or found.get("lm_head"):
+    # Rules that begin with -: leave layers whole, which is seen in their tensors.
+    if found.get("lm_head") or any(rule for name, rule in (found.get("dynamic") or {}).items() if not name.startswith("-:")):
         raise ValueError("other bits in some layers, or a quantised head")
     # The first version stores zeros less 1.
     kind = "int8" if found["bits"] == 8 else ""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from chairlift.checkpoint.safetensors_file import as_float32
 from chairlift.errors import UnsupportedModel
 from chairlift.models.quantization import NVFP4_GROUP, QuantizationScheme
-from chairlift.runner.quantised_matrix import E4M3, Read, bytes_of
+from chairlift.runner.quantised_matrix import E4M3, Read, bytes_of, multiply_out, read_quantised
 
 Floats = NDArray[np.float32]
 Has = Callable[[str], bool]
@@ -28,6 +28,12 @@ EXPANDED = (
 
 def expand(scheme: QuantizationScheme, read: Read, has: Has, outs: int, ins: int) -> Floats:
     """Reads a layer's matrix [outs, ins]. Raises UnsupportedModel if a tensor does not belong to the scheme."""
+    if scheme.parts:
+        numbers = "nvfp4" if has("weight_global_scale") or has("weight_scale_2") else "int4" if has("weight_packed") else "e4m3"
+        part = next((part for part in scheme.parts if part.numbers == numbers), None)
+        if part is None:
+            raise UnsupportedModel(f"a matrix of {outs} rows and {ins} columns is in {numbers}, which is not in {scheme.name}")
+        return expand(part, read, has, outs, ins) if part.kind else multiply_out(read_quantised(part, read, has, outs, ins))
     try:
         if scheme.kind == "nvfp4":
             return _nvfp4(read, has, outs, ins)
