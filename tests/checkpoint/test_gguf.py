@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chairlift import _core
 from chairlift.checkpoint.generation_config import recommended_sampling
-from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors, convert
+from chairlift.checkpoint.gguf import BLOCK_TYPES, GGUFTensors, convert, open_gguf, read_float32
 from chairlift.checkpoint.gguf_config import model_config
 from chairlift.checkpoint.gguf_file import GGUFFile
 from chairlift.checkpoint.gguf_keys import check_keys
@@ -124,6 +124,26 @@ def test_kinds_of_quantization(tmp_path: Path, kind: str) -> None:
     weights = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
     expected = gguf.dequantize(gguf.quantize(weights, quantization), quantization)
     np.testing.assert_array_equal(GGUFTensors(tmp_path / "tiny.gguf").values("model.layers.1.mlp.up_proj.weight"), expected)
+
+
+@pytest.mark.parametrize(("kind", "elements", "size", "first"), [(41, 128, 18, [-1, 1, -1, -1, 1, -1, 1, 1]), (42, 64, 18, [1, -1, 0, 2])])
+def test_types_of_one_and_two_bits(tmp_path: Path, kind: int, elements: int, size: int, first: list[int]) -> None:
+    tensor = np.frombuffer((np.float16(0.5).tobytes() + b"\xd2" + bytes(size - 3)) * 2, np.uint8)
+    path = tmp_path / "bits.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("a", tensor, raw_shape=(2 * size,), raw_dtype=gguf.GGMLQuantizationType.I8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # The gguf package does not write these types: the number of elements and the type are replaced.
+    header = struct.pack("<QI", 2 * size, gguf.GGMLQuantizationType.I8)
+    content = path.read_bytes()
+    assert content.count(header) == 1
+    path.write_bytes(content.replace(header, struct.pack("<QI", 2 * elements, kind)))
+    file = open_gguf(path)
+    values = read_float32(file, file.tensors["a"])
+    np.testing.assert_array_equal(values, np.array([*first, *[-1] * (elements - len(first))] * 2) / 2)
 
 
 def test_two_conversions_at_once_agree(tmp_path: Path) -> None:
@@ -414,6 +434,7 @@ def test_divisors_of_frequencies_are_used_or_refused(tmp_path: Path, divisors: n
     ("metadata", "scale"),
     [
         ({}, 0.1 * math.log(4) + 1),
+        ({"original_context_length": None}, 0.1 * math.log(4) + 1),  # as in llama.cpp, that of the model
         ({"yarn_log_multiplier": 0.5}, (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
         ({"attn_factor": 1.25}, 1.25 * (0.1 * math.log(4) + 1)),
         ({"yarn_attn_factor": 1.5, "attn_factor": 2.0}, 3.0),
@@ -421,7 +442,8 @@ def test_divisors_of_frequencies_are_used_or_refused(tmp_path: Path, divisors: n
 )
 def test_yarn_of_a_file(tmp_path: Path, metadata: dict[str, float], scale: float) -> None:
     values = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_beta_fast": 16.0, "yarn_beta_slow": 0.5, **metadata}
-    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced={f"llama.rope.scaling.{key}": value for key, value in values.items()})
+    replaced = {f"llama.rope.scaling.{key}": value for key, value in values.items()}
+    gguf_of(tiny_model("llama"), tmp_path / "tiny.gguf", replaced=replaced | {"llama.context_length": 32})
     convert(tmp_path / "tiny.gguf", tmp_path / "out")
     rope = ModelConfig.load(tmp_path / "out").rope
     assert rope.scaling == Yarn(4.0, 32, 16.0, 0.5)

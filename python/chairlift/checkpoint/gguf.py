@@ -7,6 +7,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ BLOCK_TYPES = {
 The gguf package, slow to import, knows the others.
 """
 
+_FEW_BITS = {41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18)}
+"""The same for types that neither the CPU kernels nor all versions of the gguf package know."""
 _FLOATS = {0: np.float32, 1: np.float16, 30: np.uint16}
 
 
@@ -167,8 +170,8 @@ class GGUFTensors:
 
     def type_name(self, name: str) -> str:
         """Returns ggml's name of the tensor's type."""
-        kind = self.entries[name].kind
-        return BLOCK_TYPES[kind][0] if kind in BLOCK_TYPES else str(_constants().GGMLQuantizationType(kind).name)
+        kind, known = self.entries[name].kind, BLOCK_TYPES | _FEW_BITS
+        return known[kind][0] if kind in known else str(_constants().GGMLQuantizationType(kind).name)
 
     def _is_rotary(self, name: str) -> bool:
         return self._layout.adjacent_pairs and name.rsplit(".", 2)[1] in ("q_proj", "k_proj")
@@ -186,8 +189,8 @@ def open_gguf(path: Path, *, vocabulary: bool = True) -> GGUFFile:
 
 
 def _block_size(kind: int) -> tuple[int, int] | None:
-    if kind in BLOCK_TYPES:
-        return BLOCK_TYPES[kind][1:]
+    if known := BLOCK_TYPES.get(kind) or _FEW_BITS.get(kind):
+        return known[1:]
     sizes: tuple[int, int] | None = {int(known): sizes for known, sizes in _constants().GGML_QUANT_SIZES.items()}.get(kind)
     return sizes
 
@@ -259,18 +262,30 @@ def read_float32(file: GGUFFile, entry: TensorEntry) -> Array:
     data = file.data(entry)
     if entry.kind in _FLOATS:
         return as_float32(data.view(_FLOATS[entry.kind])).reshape(entry.shape)
-    constants = _constants()
-    from gguf.quants import dequantize
+    if known := _FEW_BITS.get(entry.kind):
+        decode, block = partial(_few_bits, *known[1:]), known[2]
+    else:
+        constants = _constants()
+        from gguf.quants import dequantize
 
-    kind = constants.GGMLQuantizationType(entry.kind)
-    block = constants.GGML_QUANT_SIZES[kind][1]
+        kind = constants.GGMLQuantizationType(entry.kind)
+        decode, block = partial(dequantize, qtype=kind), constants.GGML_QUANT_SIZES[kind][1]
     # Blocks are independent. Chunks that stay in the processor's cache take half the time of whole tensors.
     step = max(1, _CACHED_BYTES // block) * block
     try:
-        values: Array = np.concatenate([dequantize(data[at : at + step], kind) for at in range(0, data.size, step)])
+        values: Array = np.concatenate([decode(data[at : at + step]) for at in range(0, data.size, step)])
     except NotImplementedError:
         raise UnsupportedModel(f"{file.path}: tensor {entry.name} is of type {kind.name}, which the gguf package cannot read") from None
     return values.astype(np.float32, copy=False).reshape(entry.shape)
+
+
+def _few_bits(elements: int, size: int, data: Array) -> Array:
+    """Returns the numbers of blocks, each a scale in fp16 and codes of one bit for -1 and 1, or of two bits for -1, 0, 1 and 2."""
+    blocks = data.reshape(-1, size)
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(len(blocks), elements, -1)
+    codes = np.packbits(bits, axis=2, bitorder="little")[..., 0].astype(np.float32)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    return ((codes * (3 - bits.shape[2]) - 1) * scale).reshape(-1)
 
 
 def _write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:

@@ -412,11 +412,11 @@ def _rope_scaling(file: GGUFFile, kind: str, architecture: Architecture) -> dict
     if scaling == "linear":
         return {"rope_type": "linear", "factor": factor}
     if scaling == "yarn":
-        return _yarn(file, prefix, factor, scale, architecture)
+        return _yarn(file, prefix, factor, scale, original, architecture)
     raise UnsupportedModel(f"{file.path}: rope scaling of type {scaling!r} cannot be read; known are linear, yarn and longrope")
 
 
-def _yarn(file: GGUFFile, prefix: str, factor: float, scale: float, architecture: Architecture) -> dict[str, Any]:
+def _yarn(file: GGUFFile, prefix: str, factor: float, scale: float, original: int, architecture: Architecture) -> dict[str, Any]:
     """Returns YaRN's parameters.
 
     `yarn_attn_factor` replaces what transformers computes from the factor, and `attn_factor` multiplies it. Attention to latents has a
@@ -428,7 +428,7 @@ def _yarn(file: GGUFFile, prefix: str, factor: float, scale: float, architecture
     found = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": file.size(f"{prefix}.original_context_length"),
+        "original_max_position_embeddings": original,
         "beta_fast": file.number(f"{prefix}.yarn_beta_fast", 32.0),
         "beta_slow": file.number(f"{prefix}.yarn_beta_slow", 1.0),
     }
