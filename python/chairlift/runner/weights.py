@@ -39,8 +39,7 @@ OTHER_PARTS = ("mtp.", "model.mtp_layers.", "visual.")
 """What the names of tensors begin with that predict tokens beyond the next one, or encode images beside a decoder without a prefix."""
 NEEDLESS = (
     *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
-    *("_proj.output_scale", "attn.prob_output_scale"),
-    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+    *("_proj.output_scale", "attn.prob_output_scale", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
 )
 """Suffixes of tensors that a model may ignore: old tables of rotary angles and masks, scales of activations and of a KV cache in 8 bits."""
 
