@@ -241,6 +241,12 @@ def test_a_jinja_file_comes_first(copy: Path) -> None:
     assert tokenizer.decode(tokenizer.chat(HELLO)) == "from the file"
 
 
+def test_a_jinja_file_in_another_encoding_is_named(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_bytes("é".encode("latin-1"))
+    with pytest.raises(InvalidRequest, match=r"this model's chat template cannot be read \('utf-8' codec .*; use --chat-template"):
+        Tokenizer(copy).chat(HELLO)
+
+
 def test_further_templates_lie_in_files_of_their_own(copy: Path) -> None:
     (copy / "chat_template.json").write_text('{"chat_template": "from JSON"}')
     tokenizer = Tokenizer(copy)

@@ -28,7 +28,10 @@ class ChatTemplate:
         """
         files = {"default": directory / "chat_template.jinja"}
         files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("[!.]*.jinja"))}
-        named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+        try:
+            named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"this model's chat template cannot be read ({error}); use --chat-template", param="messages") from None
         if "default" not in named:
             named = _named(_from_json(directory / "chat_template.json") or config.get("chat_template")) | named
         if not named:

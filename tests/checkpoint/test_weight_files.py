@@ -40,6 +40,12 @@ def test_a_file_that_the_index_names_may_not_be_missing(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
+def test_a_link_to_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/1234")
+    with pytest.raises(ModelNotFound, match=r"model\.safetensors is a link to \.\./\.\./blobs/1234, which is missing"):
+        weight_files(tmp_path)
+
+
 def test_the_index_of_the_model_before_it_was_quantised_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, "model.safetensors", "model-00002-of-00002.safetensors")
     named = {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}

@@ -37,12 +37,13 @@ def weight_files(directory: Path) -> list[Path]:
     if (source := gguf_link(directory)) is not None:
         return parts_of(source)
     index = directory / INDEX
-    paths = [directory / name for name in weight_names((path.name for path in directory.glob("*") if path.exists()), index)]
+    paths = [directory / name for name in weight_names((path.name for path in directory.glob("*")), index)]
     if not paths:
         raise ModelNotFound(f"{directory} holds no *.safetensors file: convert the weights to safetensors, or use --load-format dummy")
     for path in paths:
         if not path.exists():
-            raise ModelNotFound(f"{path} is missing, though {index.name} names it: is the download complete?")
+            why = f"is a link to {path.readlink()}, which is missing" if path.is_symlink() else f"is missing, though {index.name} names it"
+            raise ModelNotFound(f"{path} {why}: is the download complete?")
     return paths
 
 
