@@ -157,6 +157,23 @@ def test_matrices_of_one_layer_may_differ_in_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "factors"),
+    [
+        ("llama", {"blk.0.attn_q": [4.0], "blk.1.ffn_down": [0.5]}),
+        ("qwen3_moe", {"blk.1.ffn_down_exps": [0.5, 2.0, 4.0], "blk.0.attn_v": [8.0]}),
+    ],
+)
+def test_matrices_may_have_factors_as_in_files_of_nvfp4(tmp_path: Path, family: str, factors: dict[str, list[float]]) -> None:
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    model = tiny_model(family, **experts)
+    expected = logits(converted(tmp_path / "plain.gguf", model, Kind.F32))
+    np.testing.assert_array_equal(logits(converted(tmp_path / "scaled.gguf", model, Kind.F32, factors=factors)), expected)
+    wrong = converted(tmp_path / "wrong.gguf", model, Kind.F32, factors={"blk.0.attn_q": [1.0] * 64})
+    with pytest.raises(UnsupportedModel, match=r"tensor blk\.0\.attn_q\.scale must have one number for each matrix"):
+        logits(wrong)
+
+
+@pytest.mark.parametrize(
     ("installed", "advice"),
     [(None, "one more package: pip install gguf"), (SimpleNamespace(), "a newer gguf package: pip install -U gguf")],
 )

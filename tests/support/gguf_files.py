@@ -183,12 +183,13 @@ def gguf_of(
     replaced: dict[str, Any] | None = None,
     frequencies: np.ndarray | None = None,
     kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
+    factors: dict[str, list[float]] | None = None,
     split: int = 0,
 ) -> None:
     """Writes `model`, its matrices quantized; `replaced` metadata differ from what it says, and None is left out.
 
-    `kinds` names the types of some matrices, by their Hugging Face names without `.weight`. With `split` there are that many tensors in
-    each part.
+    `kinds` names the types of some matrices, by their Hugging Face names without `.weight`. Some matrices are divided by `factors`, by
+    their names in the file without `.weight`, which the file then has. With `split` there are that many tensors in each part.
     """
     config, kind = model.config, gguf_name(model.config.model_type)
     rope = getattr(config, "rope_parameters", {"rope_theta": 1e4, "rope_type": "default"})
@@ -285,7 +286,11 @@ def gguf_of(
             known = names.get_name(stem) or names.get_name(f"{stem}.layer") or {"score": "cls.output"}[stem]
             pieces = {f"{known}.{suffix}": weights.reshape(weights.shape[weights.shape[0] == 1 :])}  # a dimension of 1 is left out
         for name, piece in pieces.items():
-            plain = piece.ndim == 1 or name.endswith(("bias", "_norm.weight")) or "ffn_gate_inp" in name
+            if factor := (factors or {}).get(name.removesuffix(".weight")):
+                writer.add_tensor(name.removesuffix("weight") + "scale", np.array(factor, np.float32))
+                writer.add_tensor(name.removesuffix("weight") + "input_scale", np.ones(1, np.float32))
+                piece = piece / np.array(factor, np.float32).reshape(-1, *[1] * (piece.ndim - 1))
+            plain = piece.ndim == 1 or name.endswith("bias") or "ffn_gate_inp" in name
             used = gguf.GGMLQuantizationType.F32 if plain else (kinds or {}).get(stem, quantization)
             writer.add_tensor(name, quantized(np.ascontiguousarray(piece), used), raw_dtype=used)
     if frequencies is not None:

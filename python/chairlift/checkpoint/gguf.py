@@ -48,8 +48,8 @@ _LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight", ".attn_rot_embd.weight")
-"""Tensors that are not weights: the configuration has their content."""
+_IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight", ".attn_rot_embd.weight", ".input_scale")
+"""Tensors that are not weights: the configuration has their content, or they are of activations in 4 bits."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 """Recommended sampling settings: keys below `general.sampling`, and the names in generation_config.json."""
 _CACHED_BYTES = 1 << 16
@@ -163,10 +163,21 @@ class GGUFTensors:
 
     def values(self, name: str) -> Array:
         """Returns the tensor's values in fp32, as dequantised by the gguf package."""
-        rows = read_float32(self.file, self.entries[name])
+        rows, factor = read_float32(self.file, self.entries[name]), self.factor(name)
+        if factor is not None:
+            rows = rows * read_float32(self.file, factor).reshape(-1, *[1] * (rows.ndim - 1))
         if self._layout.stored_offset and name.endswith("norm.weight") and not (self._recurrent and self._recurrent in name):
             rows = rows - np.float32(self._layout.stored_offset)
         return _halves(rows, rows.shape[0] // self._head_dim) if self._is_rotary(name) else rows
+
+    def factor(self, name: str) -> TensorEntry | None:
+        """Returns the factor of a matrix, or those of its experts, as files of type NVFP4 have; None if it has none."""
+        stored, shape = self.entries[name].name.removesuffix("weight") + "scale", self.entries[name].shape
+        if stored not in self.file.tensors or hf_name(stored, self._layout):
+            return None
+        if self.file.tensors[stored].shape != (shape[0] if len(shape) == 3 else 1,):
+            raise UnsupportedModel(f"{self.path}: tensor {stored} must have one number for each matrix")
+        return self.file.tensors[stored]
 
     def type_name(self, name: str) -> str:
         """Returns ggml's name of the tensor's type."""
@@ -242,6 +253,8 @@ def _named(file: GGUFFile, layout: GGUFFormat) -> dict[str, TensorEntry]:
         if entry.name.endswith(_IGNORED) or entry.name.startswith(beyond):
             continue
         name = hf_name(entry.name, layout)
+        if name is None and entry.name.endswith(".scale") and entry.name.removesuffix("scale") + "weight" in file.tensors:
+            continue  # a factor of this matrix
         if name is None:
             raise UnsupportedModel(f"{file.path}: tensor {entry.name} of shape {list(entry.shape)} does not belong to its architecture")
         found[name] = entry

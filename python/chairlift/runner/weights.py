@@ -355,10 +355,10 @@ class GGUFWeights(Weights):
         return name in self.tensors.entries and (not shape or tuple(self.tensors.entries[name].shape) == shape)
 
     def part(self, name: str, *shape: int) -> Part:
-        """Returns a matrix in the file's type, or in fp32 if the kernels do not support that type."""
+        """Returns a matrix in the file's type, or in fp32 if the kernels do not support that type or it has a factor."""
         self._check(name, shape)
         entry = self.tensors.entries[name]
-        if not self._is_kept(entry.kind):
+        if not self._is_kept(name):
             return in_memory(self.tensors.values(name))
         self._pages.add(entry.file, entry.start, entry.size)
         kind = self.FLOATS.get(entry.kind, str(entry.kind))
@@ -371,7 +371,7 @@ class GGUFWeights(Weights):
         """
         kept, expanded, types = 0, 0, set()
         for name, entry in self.tensors.entries.items():
-            if self._is_kept(entry.kind):
+            if self._is_kept(name):
                 kept += entry.size
             else:
                 expanded += 4 * math.prod(entry.shape)
@@ -395,8 +395,9 @@ class GGUFWeights(Weights):
         if extra := sorted(name for name in self._unused if not _is_shared(name, model) and _matters(name, model)):
             raise UnsupportedModel(f"{self.tensors.path} has tensors that its metadata does not account for: {_some(extra)}")
 
-    def _is_kept(self, kind: int) -> bool:
-        return kind in self.FLOATS or kind in self._block_types
+    def _is_kept(self, name: str) -> bool:
+        kind = self.tensors.entries[name].kind
+        return (kind in self.FLOATS or kind in self._block_types) and self.tensors.factor(name) is None
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         entry = self.tensors.entries.get(name)
