@@ -13,7 +13,7 @@ from gguf_files import EXPERTS, gguf_of, tiny_model
 from quantised_checkpoints import quantise_checkpoint
 from runner_steps import Driver
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, write
+from tiny_models import FAMILIES, IN_TORCH, write
 
 from chairlift.checkpoint.adapter import AdapterFiles
 from chairlift.checkpoint.gguf import convert
@@ -121,6 +121,19 @@ def test_a_layer_without_what_gemma_4_has_for_its_experts_is_refused(tmp_path: P
     save_file({name: tensor for name, tensor in whole.items() if name != missing}, path, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=f"has no tensor {missing}"):
         load(tmp_path)
+
+
+RENAMED = ["mixtral", "minimax-m2", "ernie4.5-moe", "exaone-moe", "granite-moe", "lfm2-moe", "nemotron-h-moe"]
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_checkpoints_may_have_the_names_that_transformers_gives_tensors(tmp_path: Path, name: str) -> None:
+    write(name, tmp_path / "published")
+    write(name, tmp_path / "saved", save_original_format=False)
+    load(tmp_path / "saved")
+    np.testing.assert_array_equal(logits(tmp_path / "saved"), logits(tmp_path / "published"))
+    if name in IN_TORCH:
+        assert torch.equal(torch_logits(tmp_path / "saved"), torch_logits(tmp_path / "published"))
 
 
 def test_experts_that_are_missing_or_of_another_shape_or_never_chosen_are_refused(tmp_path: Path) -> None:
