@@ -471,3 +471,12 @@ def test_a_key_for_upstreams_that_no_header_can_carry_is_refused_unquoted(capsys
     error = capsys.readouterr().err
     assert "--upstream-api-key must be one line of printable characters" in error
     assert "secret" not in error
+
+
+@pytest.mark.parametrize(
+    "address", ["http://:80", "http://h:99999", "http://h:0", "http://h:x", "http://[::1", "unix:///run/vllm.sock", "h:80"]
+)
+def test_an_upstreams_address_that_names_no_server_is_refused(capsys, address):
+    with pytest.raises(SystemExit):
+        main.build_parser("gate").parse_args(["gate", "--upstream", address])
+    assert f"expected an address like http://127.0.0.1:8001, got '{address}'" in capsys.readouterr().err

@@ -1,8 +1,7 @@
 """Other projects' clients, unmodified, against `chairlift serve`: each in a virtual environment of its own, at a pinned version.
 
 python tests/conformance/run.py [--venvs DIR] [--gate] [CLIENT ...]; `make conformance` calls it. Without names it runs all that take a
-minute at most. With `--gate` they reach the servers that have a key through `chairlift gate`. Exits with 1 if a check failed, or if nothing
-could be run.
+minute at most. With `--gate` they reach the servers through `chairlift gate`. Exits with 1 if a check failed, or if nothing could be run.
 """
 
 from __future__ import annotations
@@ -124,9 +123,9 @@ def install(client: Client, venvs: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(command: list[str], log: Path) -> Iterator[str]:
+def serving(command: list[str], log: Path, *, keyed: bool = True) -> Iterator[str]:
     """Address of the server that this command starts on a free port, until it is left."""
-    environ = os.environ | {"CHAIRLIFT_API_KEY": KEY}
+    environ = os.environ | ({"CHAIRLIFT_API_KEY": KEY} if keyed else {})
     with log.open("w") as out, subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stderr is not None
         address: list[str] = []
@@ -205,7 +204,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(client.name for client in CLIENTS)}")
     parser.add_argument("--venvs", type=Path, default=Path(".venv-conformance"), help="where the clients' environments are kept")
-    parser.add_argument("--gate", action="store_true", help="put a gate in front of the servers that have a key")
+    parser.add_argument("--gate", action="store_true", help="put a gate in front of the servers")
     given = parser.parse_args()
     if unknown := set(given.clients) - {client.name for client in CLIENTS}:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
@@ -215,9 +214,11 @@ def main() -> int:
     outcomes = []
     with contextlib.ExitStack() as servers:
 
-        def started(command: list[str], name: str) -> str:
-            address = servers.enter_context(serving(command, venvs / f"{name}.log"))
-            return servers.enter_context(serving([*GATE, address], venvs / f"{name}-gate.log")) if given.gate else address
+        def started(command: list[str], name: str, *, keyed: bool = True) -> str:
+            address = servers.enter_context(serving(command, venvs / f"{name}.log", keyed=keyed))
+            if given.gate:
+                address = servers.enter_context(serving([*GATE, address], venvs / f"{name}-gate.log", keyed=keyed))
+            return address
 
         environ = os.environ | {"CHAIRLIFT_KEY": KEY, "CHAIRLIFT_MODEL": DEFAULT_MODEL, "CHAIRLIFT_MODEL_DIR": str(locate(DEFAULT_MODEL))}
         environ.pop("PYTHONPATH", None)
@@ -227,7 +228,7 @@ def main() -> int:
             environ["CHAIRLIFT_REAL"] = started([*SERVE, *REAL], "real")
         if any(client.scripted for client in chosen):
             environ["CHAIRLIFT_TURNS"] = turns = str(venvs / "scripted.turns")
-            environ["CHAIRLIFT_SCRIPTED"] = servers.enter_context(serving([*SCRIPTED, turns], venvs / "scripted.log"))
+            environ["CHAIRLIFT_SCRIPTED"] = started([*SCRIPTED, turns], "scripted", keyed=False)
         for client in chosen:
             outcomes.append(run(client, venvs, environ))
     print(f"\n{'client':14}{'version':12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  note")

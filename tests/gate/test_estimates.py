@@ -144,6 +144,12 @@ def test_usage_that_cannot_be_is_none(prompt):
     assert answer_with(f'{{"usage":{{"completion_tokens":3,"prompt_tokens":{prompt}}}}}'.encode(), streamed=False).usage.prompt is None
 
 
+def test_more_cached_tokens_than_the_prompt_has_are_none():
+    for cached, expected in ((7, 7), (8, None), (-1, None)):
+        usage = f'{{"usage":{{"prompt_tokens":7,"completion_tokens":3,"prompt_tokens_details":{{"cached_tokens":{cached}}}}}}}'
+        assert answer_with(usage.encode(), streamed=False).usage == UpstreamUsage(7, expected, 3)
+
+
 def test_an_answer_that_calls_tools_is_known():
     assert answer_with(b'data: {"choices":[{"finish_reason":"tool_calls"}]}\n\ndata: [DONE]\n\n').calls_tools
     assert answer_with(b'data: {"delta":{"stop_reason":"tool_use"}}\n\n').calls_tools

@@ -141,8 +141,12 @@ def test_another_upstream_gets_a_request_that_failed_also_if_the_first_is_ready_
     monkeypatch.setattr("chairlift.gate.gate.Gate._leave_out", lambda *failed: None)  # as if a probe had found it ready at once
 
     async def test(client, *upstreams):
-        assert (await client.chat("drop")).status_code == 502
-        assert [len(one.chats) for one in upstreams] == [1, 1, 1]
+        for path, sent in ((PATH, [1, 1, 1]), ("/v1/embeddings", [2, 2, 2]), ("/wake_up", [3, 2, 2])):
+            assert (await client.post(path, messages=[{"content": "drop"}])).status_code == 502
+            assert [len(one.chats) for one in upstreams] == sent
+        await upstreams[0].stop()
+        assert (await client.post("/v1/embeddings")).status_code == 200
+        assert [len(one.chats) for one in upstreams] == [3, 3, 2]
 
     run(test, servers=3, routing="predicted")
 

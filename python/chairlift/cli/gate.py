@@ -209,7 +209,11 @@ def _engine_config(config: EngineConfig, limits: Sequence[Limits], directory: Pa
 
 
 def _address(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # a port or an IPv6 address that is none
+        valid = False
+    if not valid:
         raise argparse.ArgumentTypeError(f"expected an address like http://127.0.0.1:8001, got {text!r:.100}")
     return text.rstrip("/").removesuffix("/v1")

@@ -113,7 +113,8 @@ class Answer:
         if "cache_read_input_tokens" in found and isinstance(prompt, int):  # Anthropic counts cached tokens apart
             prompt += sum(_count(found.get(name)) or 0 for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
         output = found.get("completion_tokens", found.get("output_tokens"))
-        return UpstreamUsage(_count(prompt), _count(cached), _count(output))
+        counted = _count(prompt)
+        return UpstreamUsage(counted, _count(cached, MAX_COUNT if counted is None else counted), _count(output))
 
     def _has_token(self, data: bytes) -> bool:
         """Whether the first token has come with these bytes. An event before it may be long, and come in several parts."""
@@ -160,5 +161,5 @@ def _inner(found: dict[str, Any], *names: str) -> Any:
     return details.get("cached_tokens")
 
 
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < MAX_COUNT else None
+def _count(value: Any, most: int = MAX_COUNT) -> int | None:
+    return value if type(value) is int and 0 <= value <= most else None

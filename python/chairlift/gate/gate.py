@@ -95,12 +95,7 @@ class Gate:
                 if generates:
                     await self._generate(request, raw, send)
                 else:
-                    number = self._first_usable() if is_of_clients(path) else 0
-                    if request.method == "POST" and path == CLOSES_SESSION:
-                        ran_at = self._close_session(request, raw)
-                        if ran_at is not None and self._upstreams[ran_at].healthy:
-                            number = ran_at
-                    await self._pass(request, raw, send, number, None)
+                    await self._forward(request, raw, send, path)
         except UpstreamFailed as error:
             raise _refusal(error) from None
 
@@ -145,6 +140,21 @@ class Gate:
             }
             for one, replica in zip(self._upstreams, replicas, strict=True)
         ]
+
+    async def _forward(self, request: Request, raw: bytearray, send: Send, path: str) -> None:
+        """Passes a request on that generates nothing; to another usable upstream if one fails, unless it is the operator's."""
+        numbers = [number for number, upstream in enumerate(self._upstreams) if upstream.usable and is_of_clients(path)] or [0]
+        if request.method == "POST" and path == CLOSES_SESSION:
+            ran_at = self._close_session(request, raw)
+            if ran_at is not None and self._upstreams[ran_at].healthy:
+                numbers = [ran_at]
+        for number in numbers:
+            try:
+                return await self._pass(request, raw, send, number, None, retries=number != numbers[-1])
+            except UpstreamFailed as error:
+                if number == numbers[-1] or not error.retry:
+                    raise
+                self._leave_out(number, error)
 
     async def _generate(self, request: Request, raw: bytearray, send: Send) -> None:
         """Waits for the request's turn and passes it on; to another upstream if the first cannot be reached or is not ready."""
@@ -275,9 +285,6 @@ class Gate:
             log.warning("%s", failed)
             upstream.healthy = False
             self._choose_usable()
-
-    def _first_usable(self) -> int:
-        return next((number for number, upstream in enumerate(self._upstreams) if upstream.usable), 0)
 
     def _choose_usable(self) -> None:
         """Has requests go to the usable upstreams. If there is none they go to all, and get their errors."""
