@@ -52,6 +52,7 @@ FAIL = {
     "a space in a name": OK + b"x secret: secret\r\n" + BODY,
     "two lengths": OK + b"content-length: 3\r\n" + BODY,
     "no number as length": OK + b"content-length: secret\r\n\r\n{}",
+    "a transfer coding": OK + b"transfer-encoding: gzip, chunked\r\n\r\n6\r\nsecret\r\n0\r\n\r\n",
     "a length and chunks": OK + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
 }
 

@@ -161,7 +161,6 @@ class Gate:
         service_of(request).check_admission()
         service_of(request).registry.add_preparing(request.state.tenant, request.state.context)
         prompt = await self._read_prompt(request, raw)
-        failed: UpstreamFailed | None = None
         tried: set[int] = set()
         for left in reversed(range(len(self._upstreams))):
             async with admitted(request, prompt, tried) as held:
@@ -172,10 +171,12 @@ class Gate:
                     with estimates.running(held) if prompt.streamed else contextlib.nullcontext():
                         await self._pass(request, raw, send, held.upstream, held, retries=left > 0)
                 except UpstreamFailed as error:  # nothing was sent to the client
-                    failed, held.outcome = error, Outcome.MOVES if left > 0 and error.retry else Outcome.REFUSED
-                    if not error.retry:
-                        break
-                    self._leave_out(held.upstream, error)
+                    moves = left > 0 and error.retry
+                    held.outcome = Outcome.MOVES if moves else Outcome.REFUSED
+                    if error.retry:
+                        self._leave_out(held.upstream, error)
+                    if not moves:
+                        raise
                     continue
                 if held.answer is not None:
                     estimates.observe(held.answer, held.prompt_tokens, held.cached_tokens)
@@ -183,8 +184,6 @@ class Gate:
                 if held.session is not None and held.session.final:
                     self._conversations.end(request.state.tenant, held.session.name)
                 return
-        assert failed is not None  # there is an upstream
-        raise failed
 
     async def _read_prompt(self, request: Request, raw: bytearray) -> Prompt:
         request.state.large = len(raw) > LARGE

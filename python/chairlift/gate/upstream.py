@@ -228,6 +228,8 @@ def check_head(response: aiohttp.ClientResponse) -> None:
         fault = f"its answer has the status {response.status}"
     elif any(b"\v" in value or b"\f" in value for _, value in response.raw_headers):
         fault = "a header of its answer has a control character"
+    elif response.headers.get("transfer-encoding", "chunked").lower() not in ("chunked", "identity"):
+        fault = "its answer has a transfer coding besides chunks"
     if fault is not None:
         raise UpstreamFailed(f"the upstream {without_secrets(str(response.url.origin()))} failed ({fault})", retry=False)
 
