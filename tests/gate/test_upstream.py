@@ -9,7 +9,11 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import http_writer, web
 
+from chairlift.cli import gate as command
+from chairlift.config import EngineConfig
+from chairlift.engine.estimated_engine import HEADROOM
 from chairlift.errors import InvalidSetting
+from chairlift.gate.limits import Limits
 from chairlift.gate.upstream import Upstream, prepare_body
 from chairlift.sim.devices import device
 from chairlift.sim.steps import Load
@@ -36,9 +40,13 @@ def test_limits_are_found_on_pages_that_come_in_parts():
             await asyncio.sleep(0.01)
         return page
 
+    async def nested(request):
+        return web.Response(text="[" * 100_000)
+
     async def main():
         app = web.Application()
         app.router.add_get("/metrics", metrics)
+        app.router.add_get("/props", nested)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -51,6 +59,11 @@ def test_limits_are_found_on_pages_that_come_in_parts():
             await runner.cleanup()
 
     assert asyncio.run(main()).kv_tokens == 1600
+
+
+def test_the_engine_gets_no_more_kv_than_there_is_memory_for(tmp_path):
+    config = command._engine_config(EngineConfig(), [Limits(1 << 40), Limits(1600)], tmp_path)  # noqa: SLF001
+    assert config.num_kv_blocks * config.block_size == HEADROOM * command.MAX_KV_TOKENS
 
 
 def test_a_key_with_a_line_break_is_refused():

@@ -35,6 +35,8 @@ MAX_NUM_SEQS = 256
 """Requests that an upstream runs at a time, if it does not say: vLLM's default."""
 PROMPT_TOKENS = 256
 """Tokens of prompts in a step of the upstream, as estimated. Few, because most requests are admitted at a step's end."""
+MAX_KV_TOKENS = 1 << 25
+"""The most of an upstream's KV that we count on: the engine takes 32 bytes of memory for each token."""
 DEFAULT_CONTEXT = 1 << 17
 """Longest sequence of an upstream that does not say it."""
 MAX_BODY_SIZE = 32 << 20
@@ -189,7 +191,7 @@ def _engine_config(config: EngineConfig, limits: Sequence[Limits], directory: Pa
     """The settings of the engines: those of the command line, and where it has none the upstreams' own."""
     from chairlift.engine.estimated_engine import HEADROOM
 
-    kv_tokens = max(limit.kv_tokens or 0 for limit in limits)
+    kv_tokens = min(MAX_KV_TOKENS, max(limit.kv_tokens or 0 for limit in limits))
     seqs = config.max_num_seqs or min((limit.max_num_seqs for limit in limits if limit.max_num_seqs), default=MAX_NUM_SEQS)
     context = config.max_model_len or min((limit.max_model_len for limit in limits if limit.max_model_len), default=DEFAULT_CONTEXT)
     return replace(

@@ -173,7 +173,7 @@ class Upstream:
     async def _json(self, path: str) -> Any:
         try:
             return json.loads(await self._page(path))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 
