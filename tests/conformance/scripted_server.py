@@ -24,6 +24,8 @@ CONTEXT = 400_000
 class ToldEngine(CachingEngine):
     """Says what it is told to say, `ok` by default, whatever else a prompt has in it."""
 
+    steered = False
+
     def __init__(self, log):
         super().__init__(max_model_len=CONTEXT, num_kv_blocks=4 * CONTEXT // 16)
         self._log = log

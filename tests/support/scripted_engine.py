@@ -197,7 +197,8 @@ class ScriptedCore(Engine):
 
     def add(self, request: EngineRequest, on_prepared: Any = None) -> None:
         prompt, params, scheduling = memoryview(request.prompt).cast("i").tolist(), request.sampling, request.scheduling
-        text = self.client.text(prompt)
+        whole = self.client.text(prompt)
+        text = whole if self.client.steered else ""
         if "full" in text:
             raise QueueFull("4 requests are waiting, as many as may", retry_after=2.3)
         if "late" in text and scheduling.ttft_deadline_ms is None:
@@ -208,7 +209,7 @@ class ScriptedCore(Engine):
         sampling = replace(params, seed=request.tag, structured_output=None, lora=None)
         request = replace(request, sampling=sampling, scheduling=scheduling)
         self._sequences.add(request, clock.now(), preparation="grammar" if "held" in text else None)
-        said = self.client.said(text)
+        said = self.client.said(whole)
         for index, tag in enumerate(request.tags):
             one = Answer(tag, index, text, params, said, late_at=2 if request.scheduling.ttft_deadline_ms is None else 0)
             self.runner.answers[hash((request.tag, index)) if index else tag] = one
@@ -288,6 +289,8 @@ class ScriptedEngine(ReplicatedEngine):
     """
 
     host = ScriptedProcess
+    steered = True
+    """Whether words in a prompt do that."""
 
     def __init__(self, **settings: Any) -> None:
         small = {"max_model_len": 2048, "num_kv_blocks": 8192, "max_num_seqs": 128, "speculative_config": {"method": "off"}}
@@ -414,7 +417,7 @@ class ScriptedEngine(ReplicatedEngine):
         return self._noted(stream, super().run(stream, **arguments))
 
     async def _noted(self, stream: Any, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-        bug, over = "bug" in self.text(stream.prompt_token_ids), 0
+        bug, over = self.steered and "bug" in self.text(stream.prompt_token_ids), 0
         try:
             async with aclosing(outputs):
                 async for output in outputs:
