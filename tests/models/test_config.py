@@ -8,8 +8,10 @@ import pytest
 import tiny_models
 import transformers
 from quantised_checkpoints import compressed
+from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from chairlift.architectures import ARCHITECTURES
 from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.models import encoder
 from chairlift.models.config import ModelConfig, load_shape
@@ -551,6 +553,13 @@ def test_published_files_of_gpt_2_opt_and_pythia_have_names_of_their_own():
 def test_the_rotary_base_of_cohere2_is_transformers_where_config_json_is_silent():
     assert parse(architectures=["CohereForCausalLM"]).rope.theta == 500_000.0
     assert parse(architectures=["Cohere2ForCausalLM"]).rope.theta == 10_000.0
+
+
+@pytest.mark.parametrize("name", [name for name, known in ARCHITECTURES.items() if known.mixture is not None and known.mixture.scale])
+def test_the_factor_of_experts_is_transformers_where_config_json_is_silent(name):
+    known = ARCHITECTURES[name]
+    key, factor = known.mixture.scale
+    assert getattr(CONFIG_MAPPING[known.model_type](), key) == factor
 
 
 @pytest.mark.parametrize("modules", [3, [3], {"a": 1}, ["x"]])

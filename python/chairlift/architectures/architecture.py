@@ -127,7 +127,7 @@ class Mixture:
     `shared_inner` are the keys of the number of experts, of those of a token, and of inner sizes in config.json. With a `shared_count`, the
     key and the default of a number of experts, the shared one is as wide as that number of others. Weights are divided by their sum if
     `normalised`, or if the key of config.json says so, whose default is given. `epsilon` is added to the sum. `choice_bias` is a tensor
-    that is added to the scores when experts are chosen, `scale` the key of the weights' factor, and `dense` the key and the default of the
+    that is added to the scores when experts are chosen, `scale` the key and the default of the weights' factor, and `dense` those of the
     number of first layers without experts. Models have 0 experts if they are `optional`, and none where the key `switch` is not set. The
     gate and what it is multiplied by are `clamped` as in gpt-oss. With `own_norms`, as in Gemma 4, the router, the experts and the MLP
     beside them have norms of their own, and each expert has a scale. `groups` are the defaults of the number of groups of experts and of
@@ -147,7 +147,7 @@ class Mixture:
     shared_gate: str | None = None
     choice_bias: str | None = None
     epsilon: float = 1e-20
-    scale: str | None = None
+    scale: tuple[str, float] | None = None
     dense: Entry | None = None
     optional: bool = False
     count: str = "num_experts"

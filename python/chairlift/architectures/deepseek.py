@@ -36,7 +36,7 @@ SOFTMAX = Mixture(
     shared=Projections(gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), down="mlp.shared_experts.down_proj"),
     count="n_routed_experts",
     shared_count=("n_shared_experts", 2),
-    scale="routed_scaling_factor",
+    scale=("routed_scaling_factor", 1.0),
     dense=("first_k_dense_replace", 0),
     normalised=False,
     best=1,
@@ -66,7 +66,7 @@ DEEPSEEK_V3 = replace(
     model_type="deepseek_v3",
     models="DeepSeek-V3, DeepSeek-R1; GLM-4.7-Flash as GGUF",
     gguf=GGUFFormat(names=("deepseek2",), constants=NONE, keys=KEYS, tensors=TENSORS),
-    mixture=SIGMOID,
+    mixture=replace(SIGMOID, scale=("routed_scaling_factor", 2.5)),
 )
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
@@ -75,7 +75,7 @@ GLM4_MOE_LITE = replace(
     models="GLM-4.7-Flash",
     gguf=None,
     rms_norm_eps=1e-5,
-    mixture=replace(SIGMOID, dense=("first_k_dense_replace", 1), groups=(1, 1)),
+    mixture=replace(SIGMOID, scale=("routed_scaling_factor", 1.8), dense=("first_k_dense_replace", 1), groups=(1, 1)),
 )
 YOUTU = replace(
     DEEPSEEK_V3,

@@ -51,6 +51,7 @@ EXAONE_MOE = replace(
         choice_bias="mlp.e_score_correction_bias",
         count="num_experts",
         shared_count=("num_shared_experts", 1),
+        scale=("routed_scaling_factor", 2.5),
         dense=("first_k_dense_replace", 1),
         groups=(1, 1),
     ),

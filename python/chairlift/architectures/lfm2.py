@@ -90,7 +90,7 @@ LFM2_MOE = replace(
         scores=Scores.SIGMOID,
         choice_bias="feed_forward.expert_bias",
         epsilon=1e-6,
-        scale="routed_scaling_factor",
+        scale=("routed_scaling_factor", 1.0),
         dense=("num_dense_layers", 2),
         normalised=("norm_topk_prob", True),
     ),

@@ -99,7 +99,7 @@ NEMOTRON_H = Architecture(
         shared=Projections(gate_up=("mixer.shared_experts.up_proj",), down="mixer.shared_experts.down_proj"),
         scores=Scores.SIGMOID,
         choice_bias="mixer.gate.e_score_correction_bias",
-        scale="routed_scaling_factor",
+        scale=("routed_scaling_factor", 1.0),
         count="n_routed_experts",
         shared_inner="moe_shared_expert_intermediate_size",
         optional=True,

@@ -125,7 +125,7 @@ def parse_experts(raw: dict[str, Any], names: Mixture, layers: int) -> Experts |
         normalised=normalised,
         clamp=(parse_number(raw, "swiglu_alpha", 1.702), parse_number(raw, "swiglu_limit", 7.0)) if names.clamped else None,
         biased=names.choice_bias is not None and bool(raw.get("use_expert_bias", True)),
-        scale=parse_number(raw, names.scale, 1.0) if names.scale else 1.0,
+        scale=parse_number(raw, *names.scale) if names.scale else 1.0,
         groups=_groups(raw, names, count, used),
         mxfp4=parse_table(raw, "quantization_config").get("quant_method") == "mxfp4",
     )
