@@ -289,8 +289,8 @@ def _order(config: ModelConfig, by_head: bool) -> torch.Tensor | None:
     """
     dim, head = config.head_dim, _spread_head(config)
     if by_head:
-        rows = torch.arange(3 * config.num_heads * dim).view(-1, 3, dim).transpose(0, 1)
-        return torch.cat((rows[:2, :, head].flatten(), rows[2].flatten()))
+        parts = torch.arange(3 * config.num_heads * dim).view(-1, 3, dim).transpose(0, 1)
+        return torch.cat((parts[:2, :, head].flatten(), parts[2].flatten()))
     gated = config.family.gated_queries
     if head == [*range(dim)] and not gated:
         return None

@@ -148,7 +148,7 @@ class _Builder:
         if model.family.gated_queries:
             qkv = self.gated_qkv(outs, head_dim)
         elif projections.by_head and not fused:
-            qkv = self.qkv_by_head(*outs, head_dim)
+            qkv = self.qkv_by_head(next(iter(outs)), head_dim)
         else:
             qkv = self.linear(outs, model.hidden_size, model.qkv_bias, keys_as_values=keys_as_values)
         return _core.DecoderBlock.attention(
