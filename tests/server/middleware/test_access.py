@@ -287,7 +287,8 @@ def test_probes_follow_the_engine(http, server, engine):
     assert probes(http) == [200, 200, 200, 200]
     engine.stop()
     assert probes(http) == [200, 503, 503, 503]
-    engine.gated, restarting = True, engine.restart()
+    engine.gated = True
+    restarting = engine.restart()
     wait_until(lambda: engine.alive)
     assert probes(http) == [200, 503, 503, 503]
     engine.gated = False
