@@ -177,10 +177,11 @@ def _machines(models: Sequence[SharedModel], device: Machine, step_times: Mappin
         raise InvalidSetting(f"--modelled-device: it has no measurement of the model {missing[0]!r:.100}")
     on = loaded(device)
     if isinstance(on, dict):
-        # The profile of a journal names no model, and fits any.
-        names = [model.config.model if on[model.name].model else None for model in models]
-        own = zip(models, names, strict=True)
-        return [machine(name, on[model.name], model.config, step_times.get(model.name)) for model, name in own]
+        return [
+            # The profile of a journal names no model, and fits any.
+            machine(model.config.model if on[model.name].model else None, on[model.name], model.config, step_times.get(model.name))
+            for model in models
+        ]
     configs = [model.config for model in models]
     if isinstance(on, Device) and len(models) > 1:
         configs = _shared_memory(models, on)
