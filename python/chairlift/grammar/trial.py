@@ -13,12 +13,14 @@ import random
 import re
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.checkpoint.tokenizer_files import load_backend, tokenizer_config
+from chairlift.child_process import start_python
 from chairlift.errors import InvalidRequest, RequestFailed
 from chairlift.grammar.allowance import Allowance
 from chairlift.grammar.grammar import LIMIT_REACHED, TOO_COMPLEX, check
@@ -27,8 +29,6 @@ from chairlift.grammar.usage import TENANT_SECONDS, GrammarUsage
 from chairlift.sampling import StructuredOutput
 
 if TYPE_CHECKING:
-    import subprocess
-
     from chairlift._core import GrammarMatcher, GrammarVocabulary
 
 CPU_SECONDS = 1.0
@@ -127,8 +127,6 @@ class Trial:
         if self._process is None or self._process.poll() is not None:
             file, *others = self._vocabulary
             arguments = "-m", "chairlift.grammar.trial", json.dumps([str(file), *others])
-            from chairlift.child_process import start_python  # only grammars need it
-
             self._process = start_python(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self._process
 
