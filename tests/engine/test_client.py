@@ -220,6 +220,17 @@ def test_requests_are_explained_by_the_id_that_they_were_given(monkeypatch):
     run(test)
 
 
+def test_the_oldest_are_forgotten_also_after_others_were(monkeypatch):
+    monkeypatch.setattr(questions, "REMEMBERED", 2)
+    remembered = questions.Remembered()
+    for id, what in (("a", 1), ("b", 2)):
+        remembered.add(id, what)
+    remembered.forget(1)
+    for id, what in (("c", 3), ("d", 4)):
+        remembered.add(id, what)
+    assert [remembered.get(id) for id in "abcd"] == [None, None, 3, 4]
+
+
 def test_an_engine_is_asked_for_few_timelines_at_once():
     async def test(engine):
         await into([], engine.generate([1000], SamplingParams(max_tokens=1, n=40), request_id="many"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class DiskCache:
         """`states` are those of a model with recurrent layers."""
         self._scheduler, self._blocks, self._states, self._store = scheduler, blocks, states, store
         self._num_blocks, self._block_size = num_blocks, block_size
-        self._names: dict[int, bytes] = {}  # the names of contents, oldest first
+        self._names: OrderedDict[int, bytes] = OrderedDict()  # the names of contents, oldest first
         self._newest = 0  # the newest content that is on disk, or was left out
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prefix-cache")
         self._writes: list[Future[bool]] = []
@@ -182,7 +183,7 @@ class DiskCache:
             else:
                 yield partial(self._blocks.read, number), partial(self._store.write, name, parent, tokens)
         while len(self._names) > self._num_blocks + MAX_NAMES:
-            self._names.pop(next(iter(self._names)))
+            self._names.popitem(last=False)
 
     def _count_writes(self) -> None:
         for write in self._writes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -63,7 +64,7 @@ class Remembered(Generic[T]):
     """Something about each of the newest requests, by id."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, T] = {}
+        self._requests: OrderedDict[str, T] = OrderedDict()  # a dict searches past all that left for its first entry
 
     def add(self, request_id: str, request: T) -> None:
         """Remembers a request, and forgets the oldest beyond the limit. Raises InvalidRequest for an id that is no text or is too long."""
@@ -71,7 +72,7 @@ class Remembered(Generic[T]):
         self._requests.pop(request_id, None)  # keeps the newest last
         self._requests[request_id] = request
         if len(self._requests) > REMEMBERED:
-            del self._requests[next(iter(self._requests))]
+            self._requests.popitem(last=False)
 
     def get(self, request_id: str) -> T | None:
         """What is remembered of a request; None if it is unknown."""
@@ -79,4 +80,4 @@ class Remembered(Generic[T]):
 
     def forget(self, request: T) -> None:
         """Forgets all requests of which this is remembered."""
-        self._requests = {request_id: other for request_id, other in self._requests.items() if other is not request}
+        self._requests = OrderedDict((request_id, other) for request_id, other in self._requests.items() if other is not request)
