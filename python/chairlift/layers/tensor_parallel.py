@@ -57,10 +57,10 @@ class TensorParallelGroup:
         return torch.cat(parts, -1)[..., :columns]
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """This process's rows of the matrix x. All parts have the same size; the last one is padded with zeros."""
+        """This process's rows of the matrix x, or numbers of a vector. All parts have the same size; the last one is padded with zeros."""
         rows = -(-len(x) // self.size)
         mine = x[self.rank * rows : (self.rank + 1) * rows]
-        return mine if len(mine) == rows else functional.pad(mine, (0, 0, 0, rows - len(mine)))
+        return mine if len(mine) == rows else functional.pad(mine, (0, 0) * (x.dim() - 1) + (0, rows - len(mine)))
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrites x with rank 0's x."""

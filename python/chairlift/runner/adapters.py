@@ -32,8 +32,6 @@ def check_shapes(files: AdapterFiles, model: ModelConfig) -> None:
         raise UnsupportedModel(f"{model.architecture} has layers of several shapes, for which adapters are not supported")
     if model.latent:
         raise UnsupportedModel(f"{model.architecture} makes keys and values of latents, for which adapters are not supported")
-    if model.family.projections.by_head:
-        raise UnsupportedModel(f"{model.architecture} has queries, keys and values by head, for which adapters are not supported")
     for (layer, module), update in files.updates.items():
         if layer >= model.num_layers:
             raise UnsupportedModel(

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import gc
 import os
@@ -12,10 +13,10 @@ import tiny_models
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.child_process import STOPS
-from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory
-from chairlift.layers.tensor_parallel import ALONE
-from chairlift.models.config import load_shape
+from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory, UnsupportedModel
+from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
+from chairlift.models.blocks import LayerWeights
+from chairlift.models.config import ModelConfig, load_shape
 from chairlift.runner.copy_stream import CopyStream
 from chairlift.runner.device_buffers import DeviceBuffers
 from chairlift.runner.tensor_parallel.executor import TensorParallelExecutor
@@ -79,6 +80,23 @@ def test_an_mlp_without_a_gate_can_be_cut(tmp_path: Path) -> None:
     tiny_models.write("arcee", tmp_path)
     whole = load_shape(tmp_path)
     assert part_of(whole, 2).intermediate_size == whole.intermediate_size // 2
+
+
+def test_parts_of_a_matrix_and_of_a_bias_have_equal_sizes() -> None:
+    for shape in ((5,), (5, 3)):
+        first, second = (TensorParallelGroup(rank, 2).part(torch.ones(shape)) for rank in (0, 1))
+        assert first.shape == second.shape == (3, *shape[1:])
+        assert (first.sum(0) == 3).all()
+        assert (second.sum(0) == 2).all()
+
+
+def test_a_fused_projection_of_an_old_file_is_not_cut(tmp_path: Path) -> None:
+    tiny_models.write("phi", tmp_path)
+    source: Any = SimpleNamespace(has=lambda name: name.endswith("qkv_proj.weight"))
+    for size in (1, 2):
+        weights = LayerWeights(ModelConfig.load(tmp_path), 1, source, torch.float32, TensorParallelGroup(0, size), None, False)
+        with contextlib.nullcontext() if size == 1 else pytest.raises(UnsupportedModel, match="qkv_proj is a fused"):
+            assert weights.fused_qkv() == ("self_attn.qkv_proj",)
 
 
 def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
