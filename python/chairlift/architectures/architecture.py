@@ -56,10 +56,10 @@ class Norms:
     query: str = "self_attn.q_norm"
     key: str = "self_attn.k_norm"
     mlp: str | None = "post_attention_layernorm"
-    parallel: str | None = None
     last: str = "model.norm"
     after_attention: str = "post_attention_layernorm"
     after_mlp: str = "post_feedforward_layernorm"
+    parallel: str | None = None
 
 
 NORMS_AFTER = Norms(attention=None, mlp=None)
