@@ -33,9 +33,11 @@ macro_rules! functions {
 mod int8;
 #[cfg(test)]
 mod oracle;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_variables, reason = "no other processor has tiles"))]
 mod piece_tiles;
 mod portable;
 mod scaled_tiles;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_variables, reason = "no other processor has tiles"))]
 mod tiles;
 
 pub(crate) use int8::Int8;
@@ -327,6 +329,7 @@ impl Isa {
     /// All instruction sets that this processor has, the fastest first.
     pub fn available() -> Vec<Self> {
         let mut found = Vec::new();
+        let mut add = |vectors, matrices| found.push(Self { vectors, matrices });
         #[cfg(target_arch = "x86_64")]
         {
             let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
@@ -337,23 +340,19 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vnni")
             {
-                found.push(Vectors::Avx512);
+                if TileSupport::detect() == TileSupport::Usable {
+                    add(Vectors::Avx512, Matrices::Amx);
+                }
+                add(Vectors::Avx512, Matrices::Digits);
+                add(Vectors::Avx512, Matrices::Vectors);
             }
             if avx2 {
-                found.push(Vectors::Avx2);
+                add(Vectors::Avx2, Matrices::Vectors);
             }
         }
         #[cfg(target_arch = "aarch64")]
-        found.push(Vectors::Neon);
-        found.push(Vectors::Portable);
-        let mut found: Vec<_> = found.into_iter().map(|vectors| Self { vectors, matrices: Matrices::Vectors }).collect();
-        #[cfg(target_arch = "x86_64")]
-        if found[0].vectors == Vectors::Avx512 {
-            found.insert(0, Self { vectors: Vectors::Avx512, matrices: Matrices::Digits });
-            if TileSupport::detect() == TileSupport::Usable {
-                found.insert(0, Self { vectors: Vectors::Avx512, matrices: Matrices::Amx });
-            }
-        }
+        add(Vectors::Neon, Matrices::Vectors);
+        add(Vectors::Portable, Matrices::Vectors);
         found
     }
 

@@ -44,7 +44,6 @@ impl PairTiles {
     /// # Safety
     ///
     /// As for [`PairTiles::begin`], and all addresses are valid for these sizes.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub(crate) unsafe fn multiply(&mut self, products: PairProducts, rows: *const f32, columns: &[*const u32], out: *mut f32) {
         assert!((1..=TILE).contains(&products.height));
         match self.isa.matrices {
