@@ -55,8 +55,8 @@ TIMEOUT = 300.0
 """Seconds after which an honest answer counts as lost."""
 FLAGS = ["--scheduling-policy", "fair", "--max-num-seqs", "6", "--max-num-batched-tokens", "24", "--target-itl-ms", "15"]
 FLAGS += ["--max-num-queued-reqs", "200", "--max-data-size", "64M", "--kv-cache-memory-bytes", "1G"]
-"""The bound is some 35 ms. A step of eight streams takes 17 ms beside the hostile tenants, and 2 % of such steps take 32; one of six takes 15,
-and 2 % take 27. Without a target for the ITL, a step of 24 tokens beside a long prompt takes 39 ms by itself."""
+"""The bound is some 35 ms. A step of eight streams takes 17 ms beside the hostile tenants, and 2 % of such steps 32; one of six takes 15,
+and 2 % of them 27. Without a target for the ITL, a step of 24 tokens beside a long prompt takes 39 ms by itself."""
 MAX_REQUESTS = 8
 """Each tenant's limit of open requests."""
 PROMPTS = (

@@ -290,7 +290,7 @@ def gguf_of(
                 writer.add_tensor(name.removesuffix("weight") + "scale", np.array(factor, np.float32))
                 writer.add_tensor(name.removesuffix("weight") + "input_scale", np.ones(1, np.float32))
                 piece = piece / np.array(factor, np.float32).reshape(-1, *[1] * (piece.ndim - 1))
-            plain = piece.ndim == 1 or name.endswith("bias") or "ffn_gate_inp" in name
+            plain = piece.ndim == 1 or name.endswith(("bias", "_norm.weight")) or "ffn_gate_inp" in name
             used = gguf.GGMLQuantizationType.F32 if plain else (kinds or {}).get(stem, quantization)
             writer.add_tensor(name, quantized(np.ascontiguousarray(piece), used), raw_dtype=used)
     if frequencies is not None:

@@ -53,19 +53,15 @@ class SpawnedProcess:
                 stdin=subprocess.DEVNULL if joined is None else subprocess.PIPE,
                 pass_fds=[child_end.fileno(), *gauge],
             )
-        if joined is not None:
-            self._tell(joined)
+        if joined is not None and (stdin := self._process.stdin) is not None:
+            with contextlib.suppress(BrokenPipeError), stdin:  # it has ended, as `wait` will say
+                stdin.write(joined.encode())
 
     @classmethod
     def start(cls, load_format: str, environment: Mapping[str, str], command: tuple[str, ...] = COMMAND) -> Spawned:
         """Starts Python. Returns the process with this end of its socket."""
         parent_end, child_end = socket.socketpair()
         return cls(command, load_format, child_end, environment), parent_end
-
-    def _tell(self, joined: JoinSettings) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as file:  # it has ended, as `wait` will say
-            file.write(joined.encode())
 
     @property
     def pid(self) -> int:

@@ -40,15 +40,13 @@ OTHER_PARTS = ("mtp.", "model.mtp_layers.", "visual.")
 NEEDLESS = (
     *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
     *("_proj.output_scale", "attn.prob_output_scale", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
 )
 """Suffixes of tensors that a model may ignore: old tables of rotary angles and masks, scales of activations and of a KV cache in 8 bits."""
 
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
 """Prefixes of the decoder's tensors in a model that also reads images."""
-BACKBONE = "backbone."
-"""The prefix in Nemotron H, which also has another name for the embeddings."""
 SAVED_AS = (
-    ("model.embed_tokens.", "model.embeddings."),
     ("block_sparse_moe.experts.w2.weight", "mlp.experts.down_proj"),
     ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
     ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
@@ -60,6 +58,28 @@ SAVED_AS = (
     ("feed_forward.experts.w2.weight", "feed_forward.experts.down_proj"),
 )
 """Parts of names of tensors, and those that transformers 5 has instead in checkpoints that keep its own names."""
+
+
+class Names(NamedTuple):
+    """How a checkpoint names a decoder's tensors.
+
+    Names begin with `prefix` instead of `model.`, and have other `words`. Matrices with the suffixes `transposed` are [inputs, outputs].
+    """
+
+    prefix: str
+    words: Mapping[str, str] = MappingProxyType({})
+    transposed: tuple[str, ...] = ()
+
+
+GPT2_NAMES = Names("transformer.", {"embed_tokens": "wte", "layers": "h"}, ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+NAMES = {
+    **{f"{prefix}embeddings.weight": Names(prefix, {"embed_tokens": "embeddings"}) for prefix in ("backbone.", "model.")},
+    "gpt_neox.embed_in.weight": Names("gpt_neox.", {"embed_tokens": "embed_in", "lm_head": "embed_out"}),
+    "transformer.wte.weight": GPT2_NAMES,
+    "wte.weight": GPT2_NAMES._replace(prefix=""),
+    **{f"{prefix}embed_tokens.weight": Names(prefix) for prefix in ("model.", "", "model.decoder.", "decoder.", *WRAPPED_PREFIXES)},
+}
+"""By the tensor of the embeddings."""
 BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int] | Callable[[], NDArray[np.uint8]], int]
@@ -140,7 +160,7 @@ class SafetensorWeights(Weights):
 
     def _stored(self, name: str) -> str:
         """A tensor's name in the files."""
-        stored = stored_name(name, self._prefix)
+        stored = stored_name(name, self._names)
         others = (stored.replace(usual, other) for usual, other in SAVED_AS if usual in stored) if stored not in self._files else ()
         return next((other for other in others if other in self._files), stored)
 

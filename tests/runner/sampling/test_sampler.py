@@ -46,7 +46,7 @@ class AtOnce(Sampler):
         step = SimpleNamespace(sample_at=torch.from_numpy(at), sample_slots=ours, positions=places - 1)
         where = logits if self.there else logits.numpy()
         inputs = np.zeros(len(rows), dtype=np.int32) if self.inputs is None else np.array(self.inputs, dtype=np.int32)
-        buffers = SimpleNamespace(on_device=step, input_ids=inputs, sample_at=at, sample_slots=rows, positions=positions - 1)
+        buffers = SimpleNamespace(on_device=step, input_ids=inputs, sample_at=at, sample_slots=rows, positions=places.numpy() - 1)
         tokens, self.logprobs, self.details, self.refusals = self.take(self.draw(where, buffers))
         return tokens
 

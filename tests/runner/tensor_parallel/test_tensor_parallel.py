@@ -13,6 +13,7 @@ import tiny_models
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.child_process import STOPS
 from chairlift.errors import ChairliftError, InvalidSetting, OutOfMemory, UnsupportedModel
 from chairlift.layers.tensor_parallel import ALONE, TensorParallelGroup
 from chairlift.models.blocks import LayerWeights
