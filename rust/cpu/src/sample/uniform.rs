@@ -42,7 +42,7 @@ mod tests {
         let found: Vec<f64> = (0..1000).map(|position| uniform(u64::MAX, position)).collect();
         assert!(found.iter().all(|number| (0.0..1.0).contains(number)));
         assert!((found.iter().sum::<f64>() / 1000.0 - 0.5).abs() < 0.05);
-        assert_ne!(uniform(1 << 32, 7), uniform(1, 7));
-        assert_ne!(uniform(1, 7), uniform(1, 7 << 32));
+        assert_ne!(uniform(1 << 32, 7).to_bits(), uniform(1, 7).to_bits());
+        assert_ne!(uniform(1, 7).to_bits(), uniform(1, 7 << 32).to_bits());
     }
 }
