@@ -3,8 +3,9 @@
 import sys
 
 from chairlift.cli.main import main
+from chairlift.engine import spawned_process
 from chairlift.engine.engine_process import EngineProcess
 
 if __name__ == "__main__":
-    EngineProcess.command = ("-m", "paced_engine")
+    spawned_process.COMMAND = EngineProcess.command = ("-m", "paced_engine")
     sys.exit(main(sys.argv[1:]))

@@ -107,12 +107,13 @@ def doom() -> None:
 def serve() -> int:
     """Runs the command line with the dying engine."""
     from chairlift.cli.main import main
+    from chairlift.engine import spawned_process
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.server import engine_keeper
 
     engine_keeper.STABLE_SECONDS = 0  # type: ignore[misc]
     heartbeat.SILENT_AFTER = 2.0  # type: ignore[misc]
-    EngineProcess.command = ("-m", "dying_engine")
+    spawned_process.COMMAND = EngineProcess.command = ("-m", "dying_engine")
     return main()
 
 

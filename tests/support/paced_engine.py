@@ -38,11 +38,12 @@ def pace() -> None:
 def serve() -> int:
     """Runs the command line with the paced engine."""
     from chairlift.cli.main import main
+    from chairlift.engine import spawned_process
     from chairlift.engine.engine_process import EngineProcess
     from chairlift.server.http import body, protocol
 
     body.BODY_TIMEOUT = protocol.HEADERS_SECONDS = protocol.STALL_SECONDS = 1000  # type: ignore[misc]
-    EngineProcess.command = ("-m", "paced_engine")
+    spawned_process.COMMAND = EngineProcess.command = ("-m", "paced_engine")
     return main()
 
 

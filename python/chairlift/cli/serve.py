@@ -145,10 +145,10 @@ def _spawn(specs: list[ModelSpec], server: ServerConfig) -> Spawned | None:
     if len(specs) > 1 or server.ray_address is not None:
         return None
     from chairlift.engine.local_processes import environments
-    from chairlift.engine.spawned_process import SpawnedProcess
+    from chairlift.engine.spawned_process import COMMAND, SpawnedProcess
 
     config = specs[0].config
-    return SpawnedProcess.start(config.load_format, environments(config, server.replicas)[0])
+    return SpawnedProcess.start(COMMAND, config.load_format, environments(config, server.replicas)[0])
 
 
 def _engine_processes(specs: list[ModelSpec], server: ServerConfig, spawned: Spawned | None) -> list[EngineProcess]:

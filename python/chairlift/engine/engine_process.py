@@ -250,7 +250,7 @@ class EngineProcess:
             parent_end = self.joined.connect()
             process: SpawnedProcess | JoinedProcess = self.joined
         else:
-            process, parent_end = spawned or SpawnedProcess.start(self.load_format, self._environment, self.command)
+            process, parent_end = spawned or SpawnedProcess.start(self.command, self.load_format, self._environment)
         self._process = process
         self._heartbeat = Heartbeat(self.kill, process.why_hopeless)
         self._exit_watch = ExitWatch(asyncio.get_running_loop(), self._process_exits)

@@ -58,7 +58,7 @@ class SpawnedProcess:
                 stdin.write(joined.encode())
 
     @classmethod
-    def start(cls, load_format: str, environment: Mapping[str, str], command: tuple[str, ...] = COMMAND) -> Spawned:
+    def start(cls, command: tuple[str, ...], load_format: str, environment: Mapping[str, str]) -> Spawned:
         """Starts Python. Returns the process with this end of its socket."""
         parent_end, child_end = socket.socketpair()
         return cls(command, load_format, child_end, environment), parent_end
