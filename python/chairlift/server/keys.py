@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def is_key_list(text: str) -> bool:
     return "," in text or _NAMED_KEY.fullmatch(text) is not None
 
 
-def _add_key(keys: dict[str, Tenant], where: str, key: str, tenant: Tenant) -> None:
+def _add_key(keys: dict[str, Tenant], where: str | _Place, key: str, tenant: Tenant) -> None:
     """Adds a key. Error messages never contain a key."""
     if not key or key != key.strip() or not key.isprintable():
         raise InvalidSetting(f"{where}: a key must not be empty, begin or end with a space, or have control characters")
@@ -187,7 +188,20 @@ def _split_keys(text: str) -> Iterator[tuple[str, str]]:
         yield (match[1], match[2]) if match else ("", entry)
 
 
-def _file_keys(file: str) -> list[tuple[str, str, Tenant]]:
+@dataclass(frozen=True, slots=True, repr=False)
+class _Place:
+    """The place of a tenant, or of one of its settings, in a key file. Only the text of an error needs the line, which is searched then."""
+
+    flag: str
+    text: str
+    name: str
+    setting: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.flag}{line_of(self.text, self.name, self.setting)}: [{self.name}]"
+
+
+def _file_keys(file: str) -> list[tuple[_Place, str, Tenant]]:
     """Reads (location, key, tenant) entries from a key file."""
     import tomllib  # only a file needs it
 
@@ -204,16 +218,14 @@ def _file_keys(file: str) -> list[tuple[str, str, Tenant]]:
     return [(where, key, tenant) for name, table in tables.items() for where, key, tenant in _tenant_keys(flag, text, name, table)]
 
 
-def _tenant_keys(flag: str, text: str, name: str, table: Any) -> Iterator[tuple[str, str, Tenant]]:
+def _tenant_keys(flag: str, text: str, name: str, table: Any) -> Iterator[tuple[_Place, str, Tenant]]:
     if not TENANT.fullmatch(name) or not isinstance(table, Mapping):
         # The name may be a misplaced key: it is not shown.
         raise InvalidSetting(
             f"{flag}{line_of(text, name)}: expected one table a tenant, [NAME], with a name of 1 to 64 letters, digits and . _ : -"
         )
 
-    def at(setting: str | None = None) -> str:
-        return f"{flag}{line_of(text, name, setting)}: [{name}]"
-
+    at = partial(_Place, flag, text, name)
     if unknown := [setting for setting in table if setting not in _SETTINGS]:
         shown = unknown[0] if re.fullmatch(r"[a-z_]{1,32}", unknown[0]) else "an unknown setting"
         raise InvalidSetting(f"{at(unknown[0])} has {shown}; it may have {', '.join(_SETTINGS)}")
@@ -239,7 +251,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [None]
 
 
-def _limit(where: str, setting: str, value: Any) -> int | None:
+def _limit(where: _Place, setting: str, value: Any) -> int | None:
     maximum = LARGEST_WEIGHT if setting == "weight" else _MAX_LIMIT
     if value is None or (type(value) is int and 1 <= value <= maximum):
         return value
