@@ -204,7 +204,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
         ("{{ {'a': '<é>', 'b': [1]} | tojson }}", '{"a": "<é>", "b": [1]}'),
         ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
-        ("{{ {'b': 1, 'a': 'é𝄞'} | tojson(true, none, (',', ':'), true) }}", r'{"a":"\u00e9\ud834\udd1e","b":1}'),
+        ("{{ {'b': 1, 'a': 'é𝄞\x7f'} | tojson(true, none, (',', ':'), true) }}", r'{"a":"\u00e9\ud834\udd1e\u007f","b":1}'),
         ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hello"),
         ("{{ messages[0]['content'] | trim }}{{ tools is none }}{{ color }}", "helloTrueblue"),

@@ -40,7 +40,7 @@ _PROBE = "\ufdd3"
 
 _MARKS = str.maketrans("", "", _OPEN + _CLOSE)
 
-_BEYOND_ASCII = re.compile(r"[^\0-\x7f\ufdd0-\ufdd2]")
+_BEYOND_ASCII = re.compile(r"[^\0-~\ufdd0-\ufdd2]")
 """Characters that JSON in ASCII spells, without the marks."""
 
 
