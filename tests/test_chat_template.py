@@ -201,3 +201,13 @@ def test_a_template_gets_the_arguments_of_calls_as_it_takes_them(written, shown)
     messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
     job = {"source": CALLS.replace("WRITTEN", written), "messages": messages, "variables": {}, "defaults": {}, "controls": []}
     assert render({**job, "continue_final_message": False}) == [(f"<call>f {shown}", False)]
+
+
+def test_clients_get_no_path_of_a_template_that_cannot_be_read(monkeypatch, tmp_path):
+    def refuse(file, encoding):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    (tmp_path / "chat_template.jinja").touch()
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    with pytest.raises(InvalidRequest, match=r"cannot be read \(Permission denied\); use --chat-template"):
+        ChatTemplate.from_files(tmp_path, {}, {})

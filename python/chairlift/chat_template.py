@@ -31,7 +31,8 @@ class ChatTemplate:
         try:
             named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"this model's chat template cannot be read ({error}); use --chat-template", param="messages") from None
+            reason = getattr(error, "strerror", None) or error  # clients get no path of this machine
+            raise InvalidRequest(f"this model's chat template cannot be read ({reason}); use --chat-template", param="messages") from None
         if "default" not in named:
             named = _named(_from_json(directory / "chat_template.json") or config.get("chat_template")) | named
         if not named:
