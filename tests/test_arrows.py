@@ -226,7 +226,7 @@ def test_the_product_needs_neither_the_laboratory_nor_the_compatibility() -> Non
         assert folder in joints | LABORATORY or not below & LABORATORY, f"{folder} may import the laboratory"
         assert folder in joints or not below & COMPATIBILITY, f"{folder} may import what adapts others' interfaces"
     server = SOURCE / "server"
-    registers = {"app.py", "admin.py", "openapi.py"}  # the routes, the operator's routes, and the description of all
+    registers = {"admin.py", "openapi.py"}  # the operator's routes, and all others
     for path in server.rglob("*.py"):
         if "ollama" not in path.parts and path.name not in registers:
             assert not [name for name in imports(path) if ".routes.ollama" in name], f"{path.relative_to(server)} imports Ollama's API"

@@ -159,7 +159,10 @@ class BatchRunner:
             await self._storage.batches.start(batch, requests)
 
     def _must_wait(self, batch: Batch) -> bool:
-        """Whether a batch's tenant has taken more than its share of the server's own time. The next look comes after `_RETRY_SECONDS`."""
+        """Whether a batch's tenant has taken more than its share of the server's own time.
+
+        The next look comes after `_RETRY_SECONDS`, or when what a request was expected to take is given back.
+        """
         return self._service.pacing.must_wait(self._keys.named(batch.tenant).paced_as)
 
     @contextlib.asynccontextmanager

@@ -102,6 +102,7 @@ impl Directory {
     }
 
     /// The session to forget, if there are too many: the least recently used one without requests of the tenant with the most sessions.
+    /// None if it is not found among the first, of which at most [`LOOKED_AT`] have requests.
     pub(super) fn excess(&mut self) -> Option<SessionId> {
         if self.sessions.len() <= MAX_SESSIONS {
             return None;
