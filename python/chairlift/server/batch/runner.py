@@ -161,7 +161,7 @@ class BatchRunner:
     def _must_wait(self, batch: Batch) -> bool:
         """Whether a batch's tenant has taken more than its share of the server's own time.
 
-        The next look comes after `_RETRY_SECONDS`, or when what a request was expected to take is given back.
+        The next look comes after `_RETRY_SECONDS`, or when the batch is given back what one of its requests was expected to take.
         """
         return self._service.pacing.must_wait(self._keys.named(batch.tenant).paced_as)
 
