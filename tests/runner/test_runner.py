@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from chairlift.runner.build import build_runner
 from chairlift.runner.executor import time_swap
 from chairlift.runner.runner import ModelRunner
 from chairlift.runner.rust_backend import RustBackend, choose_isa
-from chairlift.runner.sampling import host
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
@@ -363,15 +363,20 @@ def test_seeded_draws_do_not_depend_on_company(tmp_path, runner_for):
 
 def test_a_draw_is_for_the_place_that_its_token_takes(tmp_path, runner_for, monkeypatch):
     write("llama", tmp_path)
-    driver, requested, uniforms = Driver(runner_for(tmp_path)), [], host.uniforms
-    monkeypatch.setattr(
-        host, "uniforms", lambda seeds, positions: requested.append((seeds.tolist(), positions.tolist())) or uniforms(seeds, positions)
-    )
+    driver, requested = Driver(runner_for(tmp_path)), []
+    sampler = driver.runner.sampler.tokens
+    choose = sampler._pool.choose  # noqa: SLF001
+
+    def choosing(logits, *settings):
+        requested.append((settings[-2].tolist(), settings[-1].tolist()))
+        return choose(logits, *settings)
+
+    monkeypatch.setattr(sampler, "_pool", SimpleNamespace(choose=choosing))
     a, b = (driver.add_request(row, prompt(length), SamplingParams(), seed=row) for row, length in ((4, 9), (1, 20)))
     assert driver.step([(b, 12)]) == []
     driver.step([(a, 9), (b, 8)])
     driver.step([(b, 1), (a, 1)])
-    assert requested == [([4, 1], [9, 20]), ([1, 4], [21, 10])]
+    assert requested == [([], []), ([4, 1], [9, 20]), ([1, 4], [21, 10])]
 
 
 def test_a_draw_on_the_device_is_for_the_same_rows_and_places(tmp_path):
