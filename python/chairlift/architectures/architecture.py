@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -42,6 +42,12 @@ class Projections:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     apart: tuple[str, ...] = ()
     down: str = "mlp.down_proj"
+
+    def fused_in(self, has: Callable[[str], bool], prefix: str) -> str | None:
+        """The name of the fused tensor of a layer with this prefix, if the checkpoint has it and not those of `qkv`."""
+        # Random weights have tensors of all names.
+        lacks = self.fused is not None and not has(f"{prefix}{self.qkv[0]}.weight")
+        return self.fused if lacks and has(f"{prefix}{self.fused}.weight") else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,8 +111,8 @@ class LayerWeights:
 
         Raises UnsupportedModel if it would be split.
         """
-        fused = self.config.family.projections.fused
-        if not fused or not self.source.has(f"{self.prefix}{fused}.weight"):
+        fused = self.config.family.projections.fused_in(self.source.has, self.prefix)
+        if fused is None:
             return ()
         if self.group.size > 1:
             raise UnsupportedModel(f"{self.prefix}{fused} is a fused projection, which cannot be split among processes")

@@ -128,8 +128,8 @@ class _Builder:
         heads, head_dim = model.heads_of(index)
         queries, kv = model.num_heads * head_dim, heads * head_dim
         projections = model.family.projections
-        fused = projections.fused and self.weights.has(f"{prefix}{projections.fused}.weight")
-        outs = _named(prefix, (projections.fused,) if projections.fused and fused else projections.qkv, (queries, kv, kv))
+        fused = projections.fused_in(self.weights.has, prefix)
+        outs = _named(prefix, (fused,) if fused else projections.qkv, (queries, kv, kv))
         if model.family.projections.gate:
             outs |= {prefix + model.family.projections.gate: queries}
         shared = kv_place[2]

@@ -98,6 +98,9 @@ def test_a_fused_projection_of_an_old_file_is_not_cut(tmp_path: Path) -> None:
         weights = LayerWeights(ModelConfig.load(tmp_path), 1, source, torch.float32, TensorParallelGroup(0, size), None, False)
         with contextlib.nullcontext() if size == 1 else pytest.raises(UnsupportedModel, match="qkv_proj is a fused"):
             assert weights.fused_qkv() == ("self_attn.qkv_proj",)
+        source_of_all: Any = SimpleNamespace(has=lambda name: True)  # as random weights
+        weights.source = source_of_all
+        assert weights.fused_qkv() == ()
 
 
 def test_a_worker_that_ends_is_told_of(byte_model: Path) -> None:
