@@ -1,7 +1,9 @@
 """LoRA adapters on hybrid models: they change attention and MLPs, and other layers are refused by name."""
 
+import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import adapters
@@ -10,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from cpu_logits import logits
+from safetensors.torch import load_file, save_file
 
 from chairlift.checkpoint.adapter import FUSED, MODULES, AdapterFiles
 from chairlift.errors import UnsupportedModel
@@ -76,3 +79,20 @@ def test_in_torch_a_hybrid_model_takes_no_adapter(tmp_path: Path) -> None:
     check_shapes(adapter, shape)
     with pytest.raises(UnsupportedModel, match="has recurrent layers: in torch it takes no adapters"):
         TorchAdapters(cast(Llama, None), shape, torch.device("cpu")).pack(adapter)
+
+
+def test_matrices_that_the_weights_have_fused_are_not_changed_by_themselves(tmp_path: Path) -> None:
+    model = tiny_models.write("phi", tmp_path / "base")
+    tensors = {name: pair for name, pair in updated(model).items() if "1.self_attn.v_proj" in name}
+    adapter = AdapterFiles(adapters.write(tmp_path / "adapter", tensors))
+    path, shape = tmp_path / "base" / "model.safetensors", ModelConfig.load(tmp_path / "base")
+    weights = load_file(path)
+    for layer, kind in itertools.product(range(shape.num_layers), ("weight", "bias")):
+        name = f"model.layers.{layer}.self_attn.{{}}_proj.{kind}"
+        weights[name.format("qkv")] = torch.cat([weights.pop(name.format(part)) for part in "qkv"])
+    save_file(weights, path)
+    with pytest.raises(UnsupportedModel, match="changes matrices that these weights do not have by themselves"):
+        logits(tmp_path / "base", adapter=adapter)
+    network = cast(Llama, SimpleNamespace(layers=[SimpleNamespace(projections={})] * shape.num_layers))
+    with pytest.raises(UnsupportedModel, match="it changes v_proj of layer 1, which these weights do not have by itself"):
+        TorchAdapters(network, shape, torch.device("cpu")).pack(adapter)

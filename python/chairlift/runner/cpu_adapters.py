@@ -9,6 +9,7 @@ import numpy as np
 
 from chairlift import _core
 from chairlift.checkpoint.adapter import AdapterFiles, LowRank
+from chairlift.errors import UnsupportedModel
 from chairlift.models.config import ModelConfig
 from chairlift.runner.adapters import updates_for
 from chairlift.runner.interface import AdapterStore
@@ -62,8 +63,11 @@ class CpuAdapters(AdapterStore):
         return blocks
 
     def add(self, packed: Any) -> int:
-        """Loads a packed adapter and returns its number."""
-        return self._decoder.add_adapter(packed)
+        """Loads a packed adapter and returns its number. Raises UnsupportedModel if the weights lack a matrix that it changes."""
+        try:
+            return self._decoder.add_adapter(packed)
+        except ValueError as error:  # files may have matrices fused that the architecture has by themselves
+            raise UnsupportedModel(f"the adapter changes matrices that these weights do not have by themselves: {error}") from None
 
     def remove(self, number: int) -> None:
         """Frees the memory of an adapter."""

@@ -36,7 +36,11 @@ class TorchAdapters(AdapterStore):
             raise UnsupportedModel(f"{self._model.architecture} has recurrent layers: in torch it takes no adapters. Use --device cpu")
         adapter: dict[Linear, list[LowRankUpdate]] = {}
         for (layer, module), update in updates_for(files, self._model).items():
-            place = self._network.layers[layer].projections[module]
+            place = self._network.layers[layer].projections.get(module)
+            if place is None:
+                raise UnsupportedModel(
+                    f"adapter {files.path}: it changes {module} of layer {layer}, which these weights do not have by itself"
+                )
             adapter.setdefault(place.linear, []).append(_update(update, place))
         return adapter
 
