@@ -250,6 +250,15 @@ def test_experts_in_other_numbers_than_fp8_are_refused() -> None:
         ModelConfig.parse(LLAMA | {"quantization_config": config})
 
 
+def test_groups_of_layers_are_needed_and_their_columns_are_checked() -> None:
+    config = json.loads(json.dumps(QUANTIZED["packed and floats in blocks"].config))
+    config["config_groups"]["group_1"]["weights"]["group_size"] = 24
+    with pytest.raises(NoNativeModel, match="quantised groups of 24 have no code of ours"):
+        ModelConfig.parse(LLAMA | {"quantization_config": config})
+    with pytest.raises(NoNativeModel, match=r"quantised with compressed-tensors \(no groups of layers\) has no code of ours"):
+        ModelConfig.parse(LLAMA | {"quantization_config": config | {"config_groups": {}}})
+
+
 def test_unknown_settings_of_a_group_of_layers_are_refused() -> None:
     config = json.loads(json.dumps(QUANTIZED["packed"].config))
     config["config_groups"]["group_0"]["weights"]["codebook"] = "e8"

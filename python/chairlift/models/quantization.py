@@ -117,8 +117,9 @@ def parse_quantization(found: Any) -> QuantizationScheme | None:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f" ({error})" if type(error) is ValueError else ""
         raise UnsupportedScheme(f"a checkpoint quantised with {method}{why} has no code of ours (there is for {SUPPORTED})") from None
-    if scheme.group and (scheme.group < MIN_GROUP or scheme.group & (scheme.group - 1)):
-        raise UnsupportedScheme(f"quantised groups of {scheme.group} have no code of ours (there is for powers of two from {MIN_GROUP})")
+    for group in filter(None, (part.group for part in (scheme, *scheme.parts))):
+        if group < MIN_GROUP or group & (group - 1):
+            raise UnsupportedScheme(f"quantised groups of {group} have no code of ours (there is for powers of two from {MIN_GROUP})")
     return replace(scheme, unread=_unknown(str(method), settings.unread()))
 
 
@@ -143,6 +144,8 @@ def _mixed(schemes: Iterable[QuantizationScheme]) -> QuantizationScheme:
     parts = tuple(dict.fromkeys(schemes))
     if len(parts) == 1:
         return parts[0]
+    if not parts:
+        raise ValueError("no groups of layers")
     numbers = [part.numbers for part in parts]
     if len(set(numbers)) < len(parts) or set(numbers) - {"e4m3", "int4", "nvfp4"}:
         raise ValueError("in several ways")
