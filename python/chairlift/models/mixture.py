@@ -22,7 +22,7 @@ class Mixture(Block):
         """Reads the experts. Their quantised matrices are kept on a CUDA device, and multiplied out elsewhere. Raises UnsupportedModel."""
         super().__init__(weights)
         config, names, source = weights.config, experts.names, weights.source
-        self._activation, self._count = config.family.activation, experts.count
+        self._activation, self._count = config.activation, experts.count
         self.norm, self.parallel = weights.stream_norm(config.mlp_norm), config.parallel
         self.post_norm = weights.stream_norm(config.family.norms.after_mlp) if config.family.post_norms else None
         self._gated = names.shared_gate is not None
@@ -47,7 +47,7 @@ class Mixture(Block):
             gate_up=reader.gate_up(),
             down=reader.down(),
             biases=reader.biases() if names.biases else None,
-            activation=config.family.activation,
+            activation=config.activation,
             clamp=experts.clamp,
         )
         self._shared: tuple[Linear, Linear] | None = None
