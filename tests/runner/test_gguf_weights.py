@@ -31,6 +31,7 @@ from chairlift.runner.memory.precision import Precision
 from chairlift.runner.weights import GGUFWeights
 
 Kind = gguf.GGMLQuantizationType
+GEMMA4 = next(entry for entry in TINY if entry[0] == "gemma4_text")
 TYPES = sorted({*map(Kind, _core.block_types()), *map(Kind, GRID_TYPES)})
 
 
@@ -245,11 +246,14 @@ def test_tensors_that_contradict_the_metadata_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_transformers_code_computes_a_file_that_there_is_no_other_code_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("llama", hidden_act="gelu")
+@pytest.mark.parametrize(("kind", "settings", "said"), [("llama", {"hidden_act": "gelu"}, {"hidden_act": "gelu"}), (*GEMMA4, {})])
+def test_transformers_code_computes_a_file_that_there_is_no_other_code_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, settings: dict[str, Any], said: dict[str, str]
+) -> None:
+    model = tiny_model(kind, **settings)
     directory = converted(tmp_path / "tiny.gguf", model, Kind.F32)
     raw = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(raw | {"hidden_act": "gelu"}))
+    (directory / "config.json").write_text(json.dumps(raw | said))
     with caplog.at_level(logging.WARNING, logger="chairlift"):
         runner = build_runner(EngineConfig(device="cpu", runner="torch", num_kv_blocks=20, block_size=8), directory)
     assert "transformers' code computes it, with weights dequantised to torch.float32" in caplog.text

@@ -200,6 +200,10 @@ def _filled(config: TransformersConfig, dtype: torch.dtype, device: torch.device
         # A parameter that is no matrix is a norm or a bias; only the model knows its neutral value.
         if parameter.ndim > 1 or norms:
             parameter.copy_(source.take(name, *parameter.shape))
+    for name, buffer in model.named_buffers():
+        # Gemma 4 has a factor of the residual stream among them.
+        if norms and source.has(name):
+            buffer.copy_(source.take(name, *buffer.shape))
     return model
 
 
