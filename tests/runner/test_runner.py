@@ -1,3 +1,4 @@
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ from runner_steps import GREEDY, Driver
 from tiny_models import FAMILIES, IN_TORCH, write
 
 from chairlift import _core
+from chairlift.architectures import ARCHITECTURES
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidSetting, UnsupportedModel
 from chairlift.outputs import TokenLogprobs
@@ -18,6 +20,7 @@ from chairlift.runner.rust_backend import RustBackend, choose_isa
 from chairlift.runner.sampling.logprobs import PromptLogprobs
 from chairlift.runner.torch_backend import TorchBackend
 from chairlift.runner.torch_executor import TorchExecutor
+from chairlift.runner.weights import DummyWeights
 from chairlift.sampling import SamplingParams
 
 LENGTHS = (37, 1, 18, 70)
@@ -329,6 +332,12 @@ def test_dummy_weights_follow_the_seed_and_give_logits_that_are_not_flat(tmp_pat
     assert torch.equal(one, logits(1))
     assert not torch.equal(one, logits(2))
     assert 1 < one.std() < 20
+
+
+def test_all_norms_of_dummy_weights_are_neutral():
+    names = {name for known in ARCHITECTURES.values() for name in dataclasses.astuple(known.norms) if name is not None}
+    weights = DummyWeights(0, 0.5)
+    assert {name for name in names if weights.take(f"{name}.weight", 1) != 0.5} == set()
 
 
 def test_phases_are_told_and_the_buffers_are_left_clean_after_one_step(tmp_path, monkeypatch):

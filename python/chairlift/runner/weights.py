@@ -477,6 +477,11 @@ class DummyWeights(Weights):
         self.pool = np.random.default_rng(seed).standard_normal(self.POOL, dtype=np.float32)
         self._offset = 0
 
+    @staticmethod
+    def is_norm(name: str) -> bool:
+        """Whether a tensor is the weight of a norm."""
+        return re.search(r"(norm|norm_f|ln_\w)\.weight$", name) is not None
+
     def draw(self, name: str, size: int, columns: int) -> tuple[int, float]:
         """Returns the place in the repeated pool of the next `size` numbers, and the factor of these numbers."""
         start, self._offset = self._offset, (self._offset + size) % self.POOL
@@ -485,7 +490,7 @@ class DummyWeights(Weights):
 
     def take(self, name: str, *shape: int) -> Array:
         """Returns a random tensor. Biases are small, norms are neutral."""
-        if name.endswith("norm.weight"):
+        if self.is_norm(name):
             # Nothing is added to the norm of a delta rule's heads.
             return np.full(shape, 1.0 if "linear_attn." in name else self.norm, dtype=np.float32)
         size = math.prod(shape)
