@@ -2,6 +2,7 @@ import contextlib
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -451,6 +452,8 @@ def test_the_second_layout_of_gptq_has_two_spellings(key):
         ({"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "tanh"}, "hidden_act 'tanh' has no code of ours"),
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "as in OPT 350M"),
         ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 8}, "as in OPT 350M"),
+        ({"architectures": ["OPTForCausalLM"], "layer_norm_elementwise_affine": False}, "norms without weights have no code of ours"),
+        ({"architectures": ["GPT2LMHeadModel"], "hidden_size": 60}, "heads of 15 numbers have no code of ours"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": 60, "num_attention_heads": 4}, "head_dim must be even"),
@@ -547,7 +550,13 @@ def test_published_files_of_gpt_2_opt_and_pythia_have_names_of_their_own():
     assert (pythia.rope, pythia.parallel, pythia.mlp_norm) == (RopeConfig(dim=8, theta=500.0), True, "post_attention_layernorm")
     assert parse(architectures=["GPTNeoXForCausalLM"]).rope.dim == 4
     assert (pythia.activation, parse(architectures=["GPTNeoXForCausalLM"]).activation) == ("gelu_new", "gelu")
-    assert {model.unread for model in (gpt2, opt, pythia)} == {()}
+    sizes = {"n_embd": 4096, "n_layer": 1, "n_head": 16, "vocab_size": 100, "rotary": True}
+    gptj = ModelConfig.parse({"architectures": ["GPTJForCausalLM"], **sizes})
+    assert gptj.rope.dim == CONFIG_MAPPING["gptj"]().rotary_dim
+    plain = parse(architectures=["GPTNeoXForCausalLM"], attention_bias=False)
+    assert (plain.qkv_bias, plain.output_bias, plain.mlp_bias) == (False, False, True)
+    assert {model.unread for model in (gpt2, opt, pythia, gptj)} == {()}
+    assert replace(gpt2, max_position_embeddings=129).num_weights == gpt2.num_weights + 64
 
 
 def test_the_rotary_base_of_cohere2_is_transformers_where_config_json_is_silent():

@@ -24,6 +24,7 @@ GPT_NEOX = Architecture(
     norm_eps="layer_norm_eps",
     rms_norm_eps=1e-5,
     biases=("attention_bias", True),
+    mlp_bias=True,
     projections=Projections(
         qkv=("attention.query_key_value",),
         by_head=True,
@@ -90,7 +91,7 @@ GPTJ = replace(
     ),
     norms=Norms(attention="ln_1", last="model.ln_f"),
     positions=None,
-    rotary=1.0,
+    rotary=0.25,
     adjacent_pairs=True,
     parallel=True,
 )

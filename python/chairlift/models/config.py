@@ -42,13 +42,13 @@ class ModelConfig(ModelShape):
 
     `family` has what config.json does not say. `windows` has one entry per layer: the number of tokens that a token sees, itself included;
     None means all. Layers with a window use `local_rope`. With a temperature (b, n) the query at position p is multiplied by 1 + b * ln(1 +
-    floor(p / n)). Heads are rotated in the layers selected by `uses_rope`. In a
-    `parallel` model MLPs read the residual stream that attention reads. With `variants` layers have different heads (see
-    `LayerVariants`). `attention` says which layers have attention, and `feeds` which have an MLP of `intermediate_size` or experts. With a
-    `recurrence` some layers have a state instead of keys and values, and with `experts` some have a mixture of experts. With a `latent`
-    keys and values are made of one vector a token. `scheme` is that of quantised layers. A checkpoint has `later_layers` after the last
-    one, which predict tokens beyond the next one and are not used. With a `classifier` the model scores pairs of texts and generates none.
-    A `headless` model computes embeddings alone. `embedding` is the name of the embeddings' matrix.
+    floor(p / n)). Heads are rotated in the layers selected by `uses_rope`. In a `parallel` model MLPs read the residual stream that
+    attention reads. With `variants` layers have different heads (see `LayerVariants`). `attention` says which layers have attention, and
+    `feeds` which have an MLP of `intermediate_size` or experts. With a `recurrence` some layers have a state instead of keys and values,
+    and with `experts` some have a mixture of experts. With a `latent` keys and values are made of one vector a token. `scheme` is that of
+    quantised layers. A checkpoint has `later_layers` after the last one, which predict tokens beyond the next one and are not used. With a
+    `classifier` the model scores pairs of texts and generates none. A `headless` model computes embeddings alone. `embedding` is the name
+    of the embeddings' matrix.
     """
 
     family: Architecture
@@ -203,7 +203,8 @@ class ModelConfig(ModelShape):
             matrices += self.num_layers * self.latent.expanding
         if self.experts:
             matrices += self.expert_weights + sum(self.experts.layers) * self.experts.count * self.hidden_size
-        return matrices + 2 * self.num_layers * self.hidden_size + self.hidden_size * (tables * self.vocab_size + 1)
+        positions = self.max_position_embeddings + self.family.unused_positions if self.family.positions else 0
+        return matrices + 2 * self.num_layers * self.hidden_size + self.hidden_size * (tables * self.vocab_size + positions + 1)
 
     @property
     def widest(self) -> int:

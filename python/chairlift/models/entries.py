@@ -58,7 +58,7 @@ _USUAL = {
     "directionality": ("bidi",),
     "block_use_swiglu": (True,),
     "use_pos_enc": (True,),
-    "layer_norm_elementwise_affine": (True,),
+    "rotary": (True,),  # GPT-J's
     "scale_attn_weights": (True,),
     "activation": ("swiglu",),  # beside the usual hidden_act, as in Falcon 3
     "activation_function": ("silu",),

@@ -60,6 +60,7 @@ def check_supported(raw: dict[str, Any], family: Architecture) -> QuantizationSc
         or raw.get("scale_attn_weights") is False,
         "attention to another model's states (add_cross_attention) has": raw.get("add_cross_attention"),
         "norms after blocks, as in OPT 350M, have": raw.get("do_layer_norm_before") is False,
+        "norms without weights have": raw.get("layer_norm_elementwise_affine") is False,
         "embeddings of another size, as in OPT 350M, have": raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")),
         "clipped queries, keys and values have": raw.get("clip_qkv") is not None,
         # Qwen's mixtures can have windows. Which layers have one follows another rule than in Qwen2.

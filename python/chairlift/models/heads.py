@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift.architectures import Architecture
 from chairlift.errors import UnsupportedModel
-from chairlift.models.fields import parse_size
+from chairlift.models.fields import NoNativeModel, parse_size
 from chairlift.models.latent import Latent, parse_latent
 from chairlift.models.layer_variants import LayerVariants, parse_variants
 from chairlift.models.windows import parse_windows
@@ -50,6 +50,8 @@ def parse_heads(raw: dict[str, Any], family: Architecture, hidden: int, layers: 
     for count, size in {local, kv}:
         if queries % count:
             raise UnsupportedModel(f"num_attention_heads ({queries}) must be a multiple of num_key_value_heads ({count})")
+        if size % 2 and family.positions is not None:
+            raise NoNativeModel(f"heads of {size} numbers have no code of ours")
         if size % 2:
             raise UnsupportedModel(f"head_dim must be even for rotary positions, got {size}")
     return Heads(queries, kv, local, windows, latent, variants)
