@@ -100,7 +100,7 @@ def test_tensors_that_were_not_used_are_named(tmp_path: Path) -> None:
     raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
     raw |= {"num_hidden_layers": 1, "num_attention_heads": 1}
     scales = ("x.k_scale", "x.kv_scale", "x.q_scale", "x.k_proj.output_scale")  # of what is in 8 bits elsewhere
-    tables = ("x.rotary_emb.inv_freq", "x.rotary_emb.cos_cached", "x.rotary_emb.sin_cached")
+    tables = ("x.rotary_emb.inv_freq", "x.rotary_emb.cos_cached", "x.rotary_emb.sin_cached", "x.attn.bias", "x.attention.masked_bias")
     save_file({name: torch.ones(2) for name in ("a", "b", *scales, *tables)}, tmp_path / "model.safetensors")
     weights = SafetensorWeights(tmp_path)
     weights.take("a", 2)

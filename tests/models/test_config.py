@@ -543,9 +543,17 @@ def test_published_files_of_gpt_2_opt_and_pythia_have_names_of_their_own():
     gpt2 = ModelConfig.parse({"architectures": ["GPT2LMHeadModel"], **shape, **rest, "activation_function": "gelu"})
     assert (gpt2.hidden_size, gpt2.intermediate_size, gpt2.num_layers, gpt2.num_heads, gpt2.max_position_embeddings) == (64, 256, 3, 4, 128)
     assert (gpt2.activation, gpt2.rms_norm_eps, gpt2.tie_word_embeddings, gpt2.uses_rope) == ("gelu", 1e-6, True, (False,) * 3)
-    own = {"ffn_dim": 96, "do_layer_norm_before": True, "word_embed_proj_dim": 64, "layerdrop": 0.1, "activation_function": "relu"}
+    own = {
+        "ffn_dim": 80,
+        "hidden_act": "silu",
+        "num_key_value_heads": 2,
+        "do_layer_norm_before": True,
+        "word_embed_proj_dim": 64,
+        "layerdrop": 0.1,
+        "activation_function": "relu",
+    }
     opt = parse(architectures=["OPTForCausalLM"], _remove_final_layer_norm=False, prefix="</s>", **own)
-    assert (opt.activation, opt.qkv_bias, opt.mlp_bias) == ("relu", True, True)
+    assert (opt.activation, opt.qkv_bias, opt.mlp_bias, opt.intermediate_size, opt.num_kv_heads) == ("relu", True, True, 80, 4)
     pythia = parse(architectures=["GPTNeoXForCausalLM"], rotary_pct=0.5, rotary_emb_base=500, hidden_act="gelu_fast")
     assert (pythia.rope, pythia.parallel, pythia.mlp_norm) == (RopeConfig(dim=8, theta=500.0), True, "post_attention_layernorm")
     assert parse(architectures=["GPTNeoXForCausalLM"]).rope.dim == 4

@@ -1,4 +1,4 @@
-"""LoRA adapters on hybrid models: they change attention and MLPs, and other layers are refused by name."""
+"""LoRA adapters on hybrid models and on those with other names: they change attention and MLPs, and other layers are refused by name."""
 
 import itertools
 import re
@@ -39,7 +39,7 @@ def updated(model: torch.nn.Module, seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-@pytest.mark.parametrize(("name", "modules"), [("qwen3.5", 7), ("lfm2", 7), ("granite4-hybrid", 4), ("nemotron-h", 6)])
+@pytest.mark.parametrize(("name", "modules"), [("qwen3.5", 7), ("lfm2", 7), ("granite4-hybrid", 4), ("nemotron-h", 6), ("opt", 4)])
 def test_logits_are_those_of_merged_weights(tmp_path: Path, name: str, modules: int) -> None:
     model = tiny_models.write(name, tmp_path / "base")
     tensors = updated(model)

@@ -70,7 +70,6 @@ GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 ERNIE = {"moe_num_experts": 11, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 ERNIE |= {"head_dim": 8, "pad_token_id": 0, "tie_word_embeddings": True}
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-MHA = {"num_key_value_heads": 6}
 DENSE_GLM = {"head_dim": 16, "pad_token_id": 0, "rope_parameters": HALF}
 MINIMAX = {**LOCAL_EXPERTS, "head_dim": 16, "rope_parameters": HALF}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True}
@@ -116,12 +115,12 @@ FAMILIES = {
     "cohere-norms": ("Cohere", {"logit_scale": 0.25, "pad_token_id": 0, "use_qk_norm": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": 13}),
     "phi": ("Phi", {"rope_parameters": HALF}),
-    "gpt-neox": ("GPTNeoX", {**MHA, "rope_parameters": HALF}),
-    "gpt-neox-serial": ("GPTNeoX", {**MHA, "use_parallel_residual": False, "hidden_act": "gelu_fast"}),
-    "gpt2": ("GPT2LMHeadModel", {**MHA, "n_inner": 80}),
-    "gpt2-gelu": ("GPT2LMHeadModel", {**MHA, "n_inner": 80, "activation_function": "gelu", "tie_word_embeddings": False}),
-    "gptj": ("GPTJ", {**MHA, "n_inner": 80, "rotary_dim": 4, "tie_word_embeddings": False}),
-    "opt": ("OPT", {**MHA, "ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "gpt-neox": ("GPTNeoX", {"rope_parameters": HALF}),
+    "gpt-neox-serial": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_fast"}),
+    "gpt2": ("GPT2LMHeadModel", {"n_inner": 64}),
+    "gpt2-gelu": ("GPT2LMHeadModel", {"n_inner": 64, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "gptj": ("GPTJ", {"n_inner": 64, "rotary_dim": 4, "tie_word_embeddings": False}),
+    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
     "stablelm": ("StableLm", {"use_qkv_bias": True, "rope_parameters": HALF}),
     "stablelm-12b": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True, "rope_parameters": HALF}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),

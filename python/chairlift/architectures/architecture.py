@@ -226,32 +226,32 @@ class Architecture:
     `name` is the class name in `architectures` of config.json, `aliases` are names of classes that compute the same, and `models` names
     published models. `text_types` are the values of `model_type` in the `text_config` of the classes `wrappers`, which also read images, or
     beside it in their older configurations, which has the `defaults` where it is silent. `model_type` is that of a model of text alone.
-    `entries` are the usual names of entries of config.json by those that this architecture has for them. Embeddings are multiplied by the
-    square root of the hidden size if they are `scaled_embeddings`, or if that key of config.json says so. The default of `query_scalar` is
-    the square of what divides attention scores; None means the size of a head. `softcaps` are the defaults of the caps of attention scores
-    and logits, and `logit_scale` that of the logits' factor; None means that config.json's are not read. `rotary` is the default part of
-    each head that is rotated; None means that whole heads always are. In a model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are
-    rotated together instead of numbers half the rotated part apart. `positions` is the name of a table of embeddings of positions, which
-    are added to those of tokens instead of any rotation, and `unused_positions` the number of its first rows without a position. In a model
-    of `window_rotary` only layers with a window have rotary positions, unless there are no windows. Layers with a window have rotary
-    positions of the base `local_theta` if it is set. A dynamic scaling with the entry `alpha` multiplies the base by a power of it.
-    `position_type` is the default of `position_embedding_type`; None means that config.json's is not read. With a `temperature` queries
-    grow with their position. Every n-th layer has no rotary positions if `no_rope_interval` is n, and every n-th has full attention if
-    `window_interval` is n and windows are listed. `biases` is the key of whether all linear layers have biases, and its default, and
-    `qkv_bias` that of whether queries, keys and values alone do; `mlp_bias` is the default of whether MLPs do, and None if they never do.
-    With a `head_bias` the head has one. `inner` is the key of the MLP's inner size, and `norm_eps` that of the number that norms add to
-    squares. `norm_offset` is added to the weights of all norms, and `post_norms` adds a norm after attention and after the MLP. With
-    `qk_norm` queries and keys have norms, if config.json does not say otherwise, or with a key and a default if it says so; layer norms
-    have weights of each head. With `whole_norms` the norms of queries and keys are those of all heads together; with `rotated_first`
-    queries and keys are rotated before their norms. Norms are `centred` if they shift numbers to mean 0 first, and may then lack
-    `norm_biases`. The MLP of a `parallel` model reads the residual stream that attention reads; with a key and a default config.json says
-    whether it does. With `sinks` each head has a score beside those of the keys. `global_head_dim` is the default size of heads of layers
-    with full attention, and means that layers differ as in Gemma 4. With `gated_attention` sigmoids of gates multiply the outputs; the
-    query projection has them too, head by head, or they have one of their own. With a `recurrence` some layers keep a state instead of keys
-    and values. A layer of a `single` model is one of attention, a recurrent layer, an MLP and experts, as `layers_block_type` or
-    `hybrid_override_pattern` says. In a `latent` model keys and values are made of a latent vector. The `activation` is silu or gelu_tanh,
-    or one of PLAIN for MLPs without a gate, where config.json is silent. With a `mixture` layers have experts, instead of an MLP or beside
-    it, except those that config.json names.
+    `entries` are the usual names of entries of config.json by those that this architecture has for them, and `ignored` are usual names that
+    mean nothing in its config.json. Embeddings are multiplied by the square root of the hidden size if they are `scaled_embeddings`, or if
+    that key of config.json says so. The default of `query_scalar` is the square of what divides attention scores; None means the size of a
+    head. `softcaps` are the defaults of the caps of attention scores and logits, and `logit_scale` that of the logits' factor; None means
+    that config.json's are not read. `rotary` is the default part of each head that is rotated; None means that whole heads always are. In a
+    model of `adjacent_pairs` numbers 2i and 2i + 1 of a head are rotated together instead of numbers half the rotated part apart.
+    `positions` is the name of a table of embeddings of positions, which are added to those of tokens instead of any rotation, and
+    `unused_positions` the number of its first rows without a position. In a model of `window_rotary` only layers with a window have rotary
+    positions, unless there are no windows. Layers with a window have rotary positions of the base `local_theta` if it is set. A dynamic
+    scaling with the entry `alpha` multiplies the base by a power of it. `position_type` is the default of `position_embedding_type`; None
+    means that config.json's is not read. With a `temperature` queries grow with their position. Every n-th layer has no rotary positions if
+    `no_rope_interval` is n, and every n-th has full attention if `window_interval` is n and windows are listed. `biases` is the key of
+    whether all linear layers have biases, and its default, and `qkv_bias` that of whether queries, keys and values alone do; `mlp_bias` is
+    the default of whether MLPs do, and None if they never do. With a `head_bias` the head has one. `inner` is the key of the MLP's inner
+    size, and `norm_eps` that of the number that norms add to squares. `norm_offset` is added to the weights of all norms, and `post_norms`
+    adds a norm after attention and after the MLP. With `qk_norm` queries and keys have norms, if config.json does not say otherwise, or
+    with a key and a default if it says so; layer norms have weights of each head. With `whole_norms` the norms of queries and keys are
+    those of all heads together; with `rotated_first` queries and keys are rotated before their norms. Norms are `centred` if they shift
+    numbers to mean 0 first, and may then lack `norm_biases`. The MLP of a `parallel` model reads the residual stream that attention reads;
+    with a key and a default config.json says whether it does. With `sinks` each head has a score beside those of the keys.
+    `global_head_dim` is the default size of heads of layers with full attention, and means that layers differ as in Gemma 4. With
+    `gated_attention` sigmoids of gates multiply the outputs; the query projection has them too, head by head, or they have one of their
+    own. With a `recurrence` some layers keep a state instead of keys and values. A layer of a `single` model is one of attention, a
+    recurrent layer, an MLP and experts, as `layers_block_type` or `hybrid_override_pattern` says. In a `latent` model keys and values are
+    made of a latent vector. The `activation` is silu or gelu_tanh, or one of PLAIN for MLPs without a gate, where config.json is silent.
+    With a `mixture` layers have experts, instead of an MLP or beside it, except those that config.json names.
     """
 
     name: str
@@ -262,6 +262,7 @@ class Architecture:
     text_types: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     entries: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     code: Code = Code.RUST_AND_TORCH
     gguf: GGUFFormat | None = None
 

@@ -9,6 +9,7 @@ GPT_NEOX = Architecture(
     model_type="gpt_neox",
     models="GPT-NeoX-20B, Pythia, Dolly 2, RedPajama-INCITE",
     entries={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    ignored=("num_key_value_heads", "head_dim"),
     gguf=GGUFFormat(
         names=("gptneox",),
         constants={"hidden_act": "gelu"},
@@ -51,6 +52,7 @@ GPT2 = Architecture(
         "n_positions": "max_position_embeddings",
         "activation_function": "hidden_act",
     },
+    ignored=("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act"),
     gguf=GGUFFormat(
         names=("gpt2",),
         constants={"hidden_act": "gelu_new"},
@@ -100,6 +102,7 @@ OPT = Architecture(
     model_type="opt",
     models="OPT, Galactica",
     entries={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+    ignored=GPT2.ignored,
     max_positions=2048,
     norm_eps="layer_norm_eps",
     rms_norm_eps=1e-5,

@@ -245,7 +245,7 @@ class ModelConfig(ModelShape):
         if raw.get("model_type") == "internlm3":  # Llama, in transformers too, with other names of biases
             raw = {{"qkv_bias": "attention_bias", "bias": "mlp_bias"}.get(name, name): value for name, value in raw.items()}
         entries, family = find_family(raw)
-        text = Entries({family.entries.get(name, name): value for name, value in entries.items()})
+        text = Entries({family.entries.get(name, name): value for name, value in entries.items() if name not in family.ignored})
         config = cls._parse(text, family)
         if config.scheme and config.scheme.method == "mlx" and (config.experts or config.recurrence):
             kind = "experts" if config.experts else "recurrent layers"
