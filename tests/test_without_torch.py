@@ -169,7 +169,7 @@ def test_what_needs_torch_says_so(
     model = model_dir
     if "dummy" in flags:
         model = tmp_path
-        raw = json.loads((model_dir / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+        raw = json.loads((model_dir / "config.json").read_text()) | {"architectures": ["MptForCausalLM"], "model_type": "mpt"}
         (tmp_path / "config.json").write_text(json.dumps(raw))
         (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
     done = run(environment, "generate", "--model", str(model), "hi", *flags)

@@ -77,7 +77,7 @@ def test_greedy_tokens_are_those_of_generate(name, changes, by, save, tmp_path):
 
 
 def test_random_weights_need_a_config_alone(save, tmp_path):
-    save("gpt2", max_position_embeddings=64)
+    save("apertus", max_position_embeddings=64)
     (tmp_path / "model.safetensors").unlink()
     llms = [LLM(str(tmp_path), load_format="dummy", seed=seed, **SETTINGS) for seed in (3, 3, 4)]
     first, again, other = (llm.generate([[5, 6, 7]], GREEDY)[0].token_ids for llm in llms)
@@ -86,7 +86,7 @@ def test_random_weights_need_a_config_alone(save, tmp_path):
 
 
 def test_weights_of_another_format_are_named(save, tmp_path):
-    save("gpt2")
+    save("apertus")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match=r"holds no \*\.safetensors file: convert the weights to safetensors"):
         LLM(str(tmp_path), **SETTINGS)
