@@ -76,6 +76,9 @@ class Empty:
     def __init__(self, packed: bool = False, scattered: bool = False) -> None:
         self.packed, self.scattered = packed, scattered
 
+    def has(self, name: str) -> bool:
+        return True
+
     def take(self, name: str, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
 
