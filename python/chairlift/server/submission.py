@@ -31,8 +31,8 @@ MAX_LOSSES = 2
 PROGRESS = 16
 """Tokens after which an engine counts as able to run the request."""
 
-_OUTPUTS_PER_YIELD = 64
-"""Buffered outputs that are passed on before other tasks get to run."""
+_TOKENS_PER_YIELD = 64
+"""Tokens of buffered outputs that are passed on before other tasks get to run. One output has many if the event loop was busy."""
 
 
 class Submission:
@@ -139,8 +139,10 @@ class Submission:
                     if not isinstance(error, RequestMoved):
                         self._losses = 1 if self.num_received - had >= PROGRESS else self._losses + 1
                     self._check_loss(error, delivered)
-        for index, output in enumerate(pending):
-            if index % _OUTPUTS_PER_YIELD == _OUTPUTS_PER_YIELD - 1:
+        tokens = 0
+        for output in pending:
+            if (tokens := tokens + len(output.token_ids)) > _TOKENS_PER_YIELD:
+                tokens = len(output.token_ids)
                 await asyncio.sleep(0)
             yield output
 
