@@ -13,7 +13,7 @@ from chairlift.checkpoint.weight_files import gguf_link
 from chairlift.errors import ChairliftError
 from chairlift.models.config import ModelConfig, load_shape
 from chairlift.models.shape import ModelShape
-from chairlift.runner.weights import decoder_names, stored_name
+from chairlift.runner.tensor_names import TensorNames
 
 log = logging.getLogger("chairlift")
 
@@ -31,8 +31,8 @@ def model_shape(directory: Path, *, in_torch: bool, load_format: str) -> ModelSh
         found = tensor_files(directory)
     except ChairliftError:
         return model  # reported when the weights are opened
-    names = decoder_names(found)
-    head, embedding = (stored_name(name, names) for name in ("lm_head.weight", f"{model.embedding}.weight"))
+    names = TensorNames.of(found)
+    head, embedding = (names.stored(name) for name in ("lm_head.weight", f"{model.embedding}.weight"))
     if head not in found:
         return model
     if embedding not in found:

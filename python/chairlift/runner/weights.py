@@ -7,10 +7,9 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ from chairlift.runner.gguf_grids import provide_grids
 from chairlift.runner.memory.decision import gib
 from chairlift.runner.memory.precision import BYTES
 from chairlift.runner.quantised_matrix import TENSORS, QuantisedMatrix, multiply_out, read_quantised
+from chairlift.runner.tensor_names import WRAPPED_PREFIXES, TensorNames, saved_as
 
 log = logging.getLogger("chairlift")
 
@@ -43,43 +43,6 @@ NEEDLESS = (
     *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
 )
 """Suffixes of tensors that a model may ignore: old tables of rotary angles and masks, scales of activations and of a KV cache in 8 bits."""
-
-WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
-"""Prefixes of the decoder's tensors in a model that also reads images."""
-SAVED_AS = (
-    ("block_sparse_moe.experts.w2.weight", "mlp.experts.down_proj"),
-    ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
-    ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
-    ("block_sparse_moe.router.layer.", "block_sparse_moe.router."),
-    ("block_sparse_moe.", "mlp."),
-    ("mlp.moe_statics.", "mlp.gate.moe_statics."),
-    ("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
-    ("mlp.experts.gate_up_proj", "feed_forward.experts.gate_up_proj"),
-    ("feed_forward.experts.w2.weight", "feed_forward.experts.down_proj"),
-)
-"""Parts of names of tensors, and those that transformers 5 has instead in checkpoints that keep its own names."""
-
-
-class Names(NamedTuple):
-    """How a checkpoint names a decoder's tensors.
-
-    Names begin with `prefix` instead of `model.`, and have other `words`. Matrices with the suffixes `transposed` are [inputs, outputs].
-    """
-
-    prefix: str
-    words: Mapping[str, str] = MappingProxyType({})
-    transposed: tuple[str, ...] = ()
-
-
-GPT2_NAMES = Names("transformer.", {"embed_tokens": "wte", "layers": "h"}, ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-NAMES = {
-    **{f"{prefix}embeddings.weight": Names(prefix, {"embed_tokens": "embeddings"}) for prefix in ("backbone.", "model.")},
-    "gpt_neox.embed_in.weight": Names("gpt_neox.", {"embed_tokens": "embed_in", "lm_head": "embed_out"}),
-    "transformer.wte.weight": GPT2_NAMES,
-    "wte.weight": GPT2_NAMES._replace(prefix=""),
-    **{f"{prefix}embed_tokens.weight": Names(prefix) for prefix in ("model.", "", "model.decoder.", "decoder.", *WRAPPED_PREFIXES)},
-}
-"""By the tensor of the embeddings."""
 BYTE_DTYPES = {"U8": PACKED_DTYPES["U8"]}
 
 Part = tuple[str, int, NDArray[np.uint8] | tuple[_core.TensorFile, int] | Callable[[], NDArray[np.uint8]], int]
@@ -156,12 +119,12 @@ class SafetensorWeights(Weights):
         self._kernel_files: dict[Path, _core.TensorFile] = {}
         self._pages = FilePages({file.path for file in self._files.values()})
         self._unused = set(self._files)
-        self._names = decoder_names(self._files)
+        self._names = TensorNames.of(self._files)
 
     def _stored(self, name: str) -> str:
         """A tensor's name in the files."""
-        stored = stored_name(name, self._names)
-        others = (stored.replace(usual, other) for usual, other in SAVED_AS if usual in stored) if stored not in self._files else ()
+        stored = self._names.stored(name)
+        others = saved_as(stored) if stored not in self._files else ()
         return next((other for other in others if other in self._files), stored)
 
     def take(self, name: str, *shape: int) -> Array:
@@ -422,20 +385,6 @@ class GGUFWeights(Weights):
             found = "missing" if entry is None else list(entry.shape)
             raise UnsupportedModel(f"{self.tensors.path}: tensor {name} is {found} where the configuration asks for {list(shape)}")
         self._unused.discard(name)
-
-
-def decoder_names(found: Iterable[str]) -> Names:
-    """Returns how the tensors of a decoder are named. Embedding models, such as Qwen3-Embedding, have no prefix."""
-    known = set(found)
-    return next((names for embeddings, names in NAMES.items() if embeddings in known), Names("model."))
-
-
-def stored_name(name: str, names: Names) -> str:
-    """Returns the name of a tensor in a checkpoint with these names."""
-    name = ".".join(names.words.get(word, word) for word in name.split("."))
-    if name.startswith("model."):
-        return names.prefix + name.removeprefix("model.")
-    return f"language_model.{name}" if names.prefix == "language_model.model." else name
 
 
 def _is_shared(name: str, model: ModelShape) -> bool:
