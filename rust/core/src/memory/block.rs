@@ -328,7 +328,7 @@ impl BlockPool {
     }
 
     /// Removes this name from its block, if a block has it.
-    pub(crate) fn drop_name(&mut self, name: BlockHash) {
+    pub(in crate::memory) fn drop_name(&mut self, name: BlockHash) {
         if let Some(&id) = self.named.get(&name) {
             self.take_name(id);
         }

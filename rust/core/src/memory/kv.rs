@@ -66,7 +66,7 @@ pub(crate) struct Kv {
     spare: Vec<BlockId>,
 }
 
-/// What concerns blocks, and not the sequences that hold them, is asked of the pool.
+/// What concerns blocks, and not the sequences that hold them, is asked of the pool. What only this room may do with it is private to it.
 impl Deref for Kv {
     type Target = BlockPool;
 

@@ -40,14 +40,14 @@ impl BlockPool {
     }
 
     /// Copies a block to a host block for a swapped sequence, and returns that. Panics if there is no [room](Self::host_room).
-    pub(crate) fn copy_to_host(&mut self, id: BlockId) -> u32 {
+    pub(in crate::memory) fn copy_to_host(&mut self, id: BlockId) -> u32 {
         let host = self.take_host(None, None).expect("a host block that no sequence holds");
         self.host.copies.push((id, host));
         host
     }
 
     /// Releases the host blocks of a swapped sequence.
-    pub(crate) fn release_host(&mut self, blocks: &mut Vec<u32>) {
+    pub(in crate::memory) fn release_host(&mut self, blocks: &mut Vec<u32>) {
         self.host.release(blocks);
     }
 
@@ -57,12 +57,12 @@ impl BlockPool {
     }
 
     /// Number of blocks in host memory that continue the first `from` of these names. Only the names are compared.
-    pub(crate) fn kept_after(&self, from: usize, names: &[BlockHash]) -> usize {
+    pub(in crate::memory) fn kept_after(&self, from: usize, names: &[BlockHash]) -> usize {
         names.get(from..).map_or(0, |names| names.partition_point(|&name| self.host.has(name)))
     }
 
     /// The content of the block with this name in host memory.
-    pub(crate) fn kept_content(&self, name: BlockHash) -> Option<Content> {
+    pub(in crate::memory) fn kept_content(&self, name: BlockHash) -> Option<Content> {
         self.host.content_of(name)
     }
 
@@ -125,7 +125,7 @@ impl BlockPool {
     }
 
     /// Panics unless the host pool agrees with the blocks that swapped sequences hold.
-    pub(crate) fn check_host(&self, held: impl Iterator<Item = u32>) {
+    pub(in crate::memory) fn check_host(&self, held: impl Iterator<Item = u32>) {
         self.host.check(held);
         assert!(self.host.copies.is_empty() && self.host.keeps_in.is_none(), "a plan did not end");
         assert!(!self.named.keys().any(|&name| self.host.has(name)), "a block is on the device and in host memory");

@@ -69,19 +69,19 @@ pub(super) type EvictedUsers = Latest<BlockHash, Users>;
 
 impl BlockPool {
     /// Whether `user` is a user of the block. A block without a name is shared only within a tenant.
-    pub(crate) fn is_used_by(&self, id: BlockId, user: User) -> bool {
+    pub(in crate::memory) fn is_used_by(&self, id: BlockId, user: User) -> bool {
         self.blocks[id.0 as usize].name.as_ref().is_none_or(|name| name.users.has(user))
     }
 
     /// Records that a request of `user` has computed the content of a named block, or would have if it were not cached.
     /// Returns the block's content if the user is new.
-    pub(crate) fn use_by(&mut self, hash: BlockHash, user: User) -> Option<Content> {
+    pub(in crate::memory) fn use_by(&mut self, hash: BlockHash, user: User) -> Option<Content> {
         let name = self.name_mut(hash)?;
         name.users.add(user).then_some(name.content)
     }
 
     /// Takes back what [`use_by`](Self::use_by) recorded, unless the block was computed again since.
-    pub(crate) fn unuse(&mut self, (hash, content): (BlockHash, Content), user: User) {
+    pub(in crate::memory) fn unuse(&mut self, (hash, content): (BlockHash, Content), user: User) {
         if let Some(name) = self.name_mut(hash).filter(|name| name.content == content) {
             name.users.remove(user);
         }
@@ -93,7 +93,7 @@ impl BlockPool {
     }
 
     /// Gives a block that storage has brought back the users that it had.
-    pub(crate) fn restore_users(&mut self, hash: BlockHash) {
+    pub(in crate::memory) fn restore_users(&mut self, hash: BlockHash) {
         if let Some(users) = self.evicted_users.as_mut().map(|evicted| evicted.remove(&hash).unwrap_or_default())
             && let Some(name) = self.name_mut(hash)
         {
