@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from chairlift.runner.weights import NAMES, stored_name
+from chairlift.runner.tensor_names import TensorNames
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-NAMES_OF = {"attention.qkv_proj.": NAMES["gpt_neox.embed_in.weight"], "attn.c_attn.": NAMES["transformer.wte.weight"]}
+NAMES_OF = {"attention.qkv_proj.": TensorNames.of(["gpt_neox.embed_in.weight"]), "attn.c_attn.": TensorNames.of(["transformer.wte.weight"])}
 """The names of transformers, by a projection that the model has."""
 
 
@@ -46,5 +46,5 @@ def join(weights: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np
             stem = name.removesuffix(".weight")
             joined |= {f"{stem}.norms.{head}.weight": row for head, row in enumerate(whole)}
             continue
-        joined[stored_name(name, names) if names else name] = np.ascontiguousarray(whole)
+        joined[names.stored(name) if names else name] = np.ascontiguousarray(whole)
     return joined
