@@ -122,6 +122,7 @@ impl BlockPool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::BlockHasher;
 
     #[test]
     fn the_newest_users_are_remembered() {
@@ -136,5 +137,16 @@ mod tests {
         }
         users.add(User::default());
         assert!(!users.has(User::default()));
+    }
+    #[test]
+    fn evictions_without_users_are_not_remembered() {
+        let mut pool = BlockPool::new(4, 1, BlockHasher::new(0));
+        pool.remember_users();
+        let (name, mut users) = (BlockHash::from_bits(1), Users::default());
+        users.add(User::new(2));
+        pool.remember_users_of(name, users);
+        pool.remember_users_of(name, Users::default());
+        let remembered = pool.evicted_users.as_ref().and_then(|evicted| evicted.get(&name));
+        assert!(remembered.is_some_and(|users| users.has(User::new(2))));
     }
 }
