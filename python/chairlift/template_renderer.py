@@ -41,7 +41,7 @@ _PROBE = "\ufdd3"
 _MARKS = str.maketrans("", "", _OPEN + _CLOSE)
 
 _BEYOND_ASCII = re.compile(r"[^\0-~\ufdd0-\ufdd2]")
-"""Characters that JSON in ASCII spells, without the marks."""
+"""Characters that JSON in ASCII escapes, without the marks."""
 
 
 def render(job: Mapping[str, Any]) -> list[tuple[str, bool]]:

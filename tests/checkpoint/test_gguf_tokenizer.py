@@ -254,8 +254,8 @@ def test_a_tokenizer_of_another_model_beside_the_file_is_reported(tmp_path: Path
     other = write_vocabulary(tmp_path / "other", byte_level_metadata("gpt-2"))
     (tmp_path / "out").mkdir()
     write_tokenizer(open_gguf(own / "tiny.gguf"), tmp_path / "out")
-    told = [message for message in caplog.messages if str(own) in message]  # threads that other tests have left may log, too
-    assert told == [f"{own / 'tiny.gguf'}: its tokens are those of {own / 'tokenizer.json'}"]
+    logged = [message for message in caplog.messages if str(own) in message]  # threads that other tests have left may log, too
+    assert logged == [f"{own / 'tiny.gguf'}: its tokens are those of {own / 'tokenizer.json'}"]
     shutil.copyfile(other / "tokenizer.json", own / "tokenizer.json")
     write_tokenizer(open_gguf(own / "tiny.gguf"), tmp_path / "out")
     assert f"320 of its 320 tokens have other texts in {own / 'tokenizer.json'}: is that of this model?" in caplog.text

@@ -6,8 +6,8 @@ import numpy as np
 
 from chairlift.runner.tensor_names import TensorNames
 
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-NAMES_OF = {"attention.qkv_proj.": TensorNames.of(["gpt_neox.embed_in.weight"]), "attn.c_attn.": TensorNames.of(["transformer.wte.weight"])}
+GPT2 = TensorNames.of(["transformer.wte.weight"])
+NAMES_OF = {"attention.qkv_proj.": TensorNames.of(["gpt_neox.embed_in.weight"]), "attn.c_attn.": GPT2}
 """The names of transformers, by a projection that the model has."""
 
 
@@ -15,7 +15,7 @@ def stored(weights: dict[str, Any], config: Any) -> dict[str, Any]:
     """The tensors of a model of transformers in the order of a file; those of Phi-2 in one if the configuration says `fused`."""
     found = {name: tensor.numpy() for name, tensor in weights.items()}
     for name, whole in list(found.items()):
-        if config.model_type == "gpt2" and name.endswith(CONV1D):
+        if config.model_type == "gpt2" and name.endswith(GPT2.transposed):
             found[name] = whole.T
         if "query_key_value" in name:
             found[name] = whole.reshape(config.num_attention_heads, 3, -1, *whole.shape[1:]).swapaxes(0, 1).reshape(whole.shape)

@@ -85,6 +85,7 @@ The gguf package, slow to import, knows the others.
 
 _FEW_BITS = {41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18)}
 """The same for types that neither the CPU kernels nor all versions of the gguf package know."""
+_KNOWN_TYPES = BLOCK_TYPES | _FEW_BITS
 _FLOATS = {0: np.float32, 1: np.float16, 30: np.uint16}
 
 
@@ -181,8 +182,8 @@ class GGUFTensors:
 
     def type_name(self, name: str) -> str:
         """Returns ggml's name of the tensor's type."""
-        kind, known = self.entries[name].kind, BLOCK_TYPES | _FEW_BITS
-        return known[kind][0] if kind in known else str(_constants().GGMLQuantizationType(kind).name)
+        kind = self.entries[name].kind
+        return _KNOWN_TYPES[kind][0] if kind in _KNOWN_TYPES else str(_constants().GGMLQuantizationType(kind).name)
 
     def _is_rotary(self, name: str) -> bool:
         return self._layout.adjacent_pairs and name.rsplit(".", 2)[1] in ("q_proj", "k_proj")
@@ -200,8 +201,8 @@ def open_gguf(path: Path, *, vocabulary: bool = True) -> GGUFFile:
 
 
 def _block_size(kind: int) -> tuple[int, int] | None:
-    if known := BLOCK_TYPES.get(kind) or _FEW_BITS.get(kind):
-        return known[1:]
+    if kind in _KNOWN_TYPES:
+        return _KNOWN_TYPES[kind][1:]
     sizes: tuple[int, int] | None = {int(known): sizes for known, sizes in _constants().GGML_QUANT_SIZES.items()}.get(kind)
     return sizes
 

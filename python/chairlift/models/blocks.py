@@ -302,13 +302,18 @@ def _order(config: ModelConfig, by_head: bool) -> torch.Tensor | None:
     return torch.tensor(rows)
 
 
+def _query_and_key(qkv: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The heads of each token's query, and those of its key."""
+    return qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
+
+
 def _normalise_heads(qkv: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], kv_heads: int, eps: float) -> None:
     """Applies layer norms with weights of their own to each head of a token's query, and of its key, in place."""
-    for part, weight in zip((qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]), weights, strict=True):
+    for part, weight in zip(_query_and_key(qkv, kv_heads), weights, strict=True):
         part.copy_(functional.layer_norm(part.float(), part.shape[-1:], eps=eps) * weight.float())
 
 
 def _normalise_whole(qkv: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], kv_heads: int, eps: float) -> None:
     """Normalises all heads of a token's query together, and those of its key, in place."""
-    for part, weight in zip((qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]), weights, strict=True):
+    for part, weight in zip(_query_and_key(qkv, kv_heads), weights, strict=True):
         part.copy_(rms_norm(part.flatten(1).contiguous(), weight, eps).view_as(part))
